@@ -1,0 +1,34 @@
+# `make demo` and `make test` do everything on a fresh machine: they build .venv with uv first.
+PY := .venv/bin/python
+# A local wheel folder, when the machine names one (it may hold a small CPU torch).
+WHEELS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell python3 -m pip config get global.find-links 2>/dev/null))
+# `make demo TORCH_BACKEND=cpu` takes the small CPU build of torch from its own index.
+BACKEND := $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
+
+.PHONY: venv demo test check proof chaos bench clean
+
+venv: .venv/.ready
+
+.venv/.ready: requirements-cpu.txt overrides-cpu.txt requirements-dev.txt
+	@command -v uv >/dev/null || python3 -m pip install -q uv || { python3 -m venv .uv && .uv/bin/pip install -q uv; }
+	@PATH="$$PATH:$$HOME/.local/bin:$(CURDIR)/.uv/bin"; set -e; \
+	  version=3.12; uv python find 3.11 >/dev/null 2>&1 && version=3.11; \
+	  uv venv -q --clear --python $$version .venv; \
+	  uv pip install --python $(PY) -r requirements-cpu.txt -r requirements-dev.txt --override overrides-cpu.txt \
+	    $(addprefix --find-links ,$(WHEELS)) $(BACKEND)
+	@touch $@
+
+demo: venv
+	$(PY) demo/run.py
+
+check: venv
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -m "not slow and not proof and not chaos" -n 2
+
+test: check
+	$(PY) -m pytest -m "slow and not proof and not chaos" -n 2 --dist loadfile
+
+clean:
+	rm -rf .venv .uv demo-out artifacts .pytest_cache .ruff_cache .mypy_cache .hypothesis

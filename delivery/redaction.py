@@ -1,0 +1,22 @@
+"""Keeps secrets out of everything that leaves the process."""
+
+import re
+from collections.abc import Callable, Sequence
+
+TOKEN_SHAPES = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,})|(?<=Bearer )\S+"
+)
+
+
+def redactor(secrets: Sequence[str]) -> Callable[[str], str]:
+    """Return a function that replaces the given texts, and whatever looks like a token, by `***`."""
+    known = (
+        re.compile("|".join(re.escape(one) for one in sorted(secrets, key=len, reverse=True)))
+        if secrets
+        else None
+    )
+
+    def redact(text: str) -> str:
+        return TOKEN_SHAPES.sub("***", known.sub("***", text) if known else text)
+
+    return redact

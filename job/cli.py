@@ -1,0 +1,84 @@
+"""What `--help`, `--schema` and `--check` print."""
+
+import json
+from collections.abc import Mapping
+from textwrap import wrap
+from typing import TextIO
+
+from job import rules
+from job.knobs import Knob, declared
+from job.settings import Settings, identify
+from spec import JobSpec
+
+USAGE = """\
+usage: RUN_MODE=sft|rl python worker.py [--check | --schema | --help]
+
+Fine-tune a LoRA adapter as a JobSpec and these variables say.
+An environment variable wins over the JobSpec, the JobSpec over the recipe; empty means unset.
+
+  --check   resolve and validate everything that needs no GPU, print it, exit 0 or 1
+  --schema  print the JobSpec's JSON schema
+
+  AUTOSLM_JOB_SPEC_JSON
+      the JobSpec as JSON text; wins over the path
+  AUTOSLM_JOB_SPEC_PATH
+      a file that holds the JobSpec
+"""
+WIDTH = 80
+
+
+def print_help(out: TextIO) -> None:
+    """Write the usage and the table of every variable."""
+    out.write(USAGE)
+    for one in declared(Settings):
+        if one.is_variable:
+            out.write(f"  {one.name}\n")
+            out.write("".join(f"      {line}\n" for line in wrap(described(one), WIDTH - 6)))
+
+
+def described(one: Knob) -> str:
+    """A variable's meaning, type and range, default and JobSpec field in one sentence."""
+    default = one.default or "empty"
+    if one.spec and not one.spec_wins:
+        default = f"JobSpec {one.spec}, else {default}"
+    parts = [one.rule, f"default {default}", *([f"{one.mode} only"] if one.mode else [])]
+    return f"{one.meaning} [{'; '.join(parts)}]"
+
+
+def print_schema(out: TextIO) -> None:
+    """Write the JSON schema of the JobSpec."""
+    out.write(json.dumps(JobSpec.model_json_schema(), indent=2) + "\n")
+
+
+def check(env: Mapping[str, str], out: TextIO) -> None:
+    """Validate spec, variables, environment, model and rows; write what they resolve to."""
+    identity, problem = identify(env)
+    if problem is not None:
+        raise problem
+    settings = rules.resolve(env, identity)
+    for name, value, origin in settings.table():
+        out.write(f"{name} = {value} ({origin})\n")
+    out.flush()
+    for fact, found in facts(settings).items():
+        out.write(f"{fact}: {found}\n")
+
+
+def facts(settings: Settings) -> dict[str, object]:
+    """What the environment, the model and the rows turn out to be."""
+    from job import dataset
+    from job.chat import Chat, load_tokenizer
+    from job.environment import Environment
+    from job.weights import plan_weights
+
+    env = Environment.load(settings.job.environment.id, settings.job.environment.params)
+    plan = plan_weights(settings)
+    chat = Chat(load_tokenizer(plan.base, plan.base_commit), settings.thinking)
+    rows, _, counts = dataset.sft_rows(settings, env, chat)
+    lengths = sorted(len(row.ids) for row in rows)
+    return {
+        "environment": f"{env.id} ({env.version}), {'conversations' if env.multi_turn else 'single turn'}",
+        "model": f"{plan.source} at {plan.commit or 'local folder'}, {plan.model_type}, {plan.dtype}",
+        "rows": f"{counts.kept} of {counts.source} ({counts.without_target} without target,"
+        " {counts.target_cut_off} cut off)",
+        "row length, tokens": f"median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
+    }

@@ -1,0 +1,286 @@
+"""How one setting is declared, where its value is looked for, and how a wrong one is refused."""
+
+import difflib
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Annotated, Any, cast
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+import recipe
+from spec import JobSpec
+
+log = logging.getLogger(__name__)
+
+ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "none")
+OURS = ("AUTOSLM_", "RL_", "SFT_")
+LAUNCHER_ONLY = frozenset(
+    {"AUTOSLM_ENVS_MANIFEST", "AUTOSLM_WORKER_EXTRA_DEPS", "AUTOSLM_SETUP_GRACE_S", "AUTOSLM_STALL_AFTER_S"}
+    | {"AUTOSLM_VAST_LOAD_TIMEOUT_S"}
+)
+SPEC_VARIABLES = frozenset({"AUTOSLM_JOB_SPEC_JSON", "AUTOSLM_JOB_SPEC_PATH"})
+SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be honoured: one line that names the knob, the value and the fix."""
+
+
+# --- types ----------------------------------------------------------------------------------------
+
+
+def boolean_word(value: object) -> object:
+    """Turn a boolean word (any case) into a bool; anything else is left for pydantic to refuse."""
+    if isinstance(value, bool):
+        return value
+    word = value.strip().lower() if isinstance(value, str) else None
+    if word in ON or word in OFF:
+        return word in ON
+    raise ValueError("must be a boolean word")
+
+
+def name_list(value: object) -> object:
+    """Turn a comma list into trimmed names; `all-linear`, even with stray commas, stays that one string."""
+    names = comma_list(value)
+    return names[0] if names == ("all-linear",) else names
+
+
+def comma_list(value: object) -> object:
+    """Turn a comma list into a tuple of trimmed names."""
+    return (
+        tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    )
+
+
+def lower(value: object) -> object:
+    """Fold a word's case."""
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+Bool = Annotated[bool, BeforeValidator(boolean_word)]
+Float = Annotated[float, Field(allow_inf_nan=False)]
+Text = str
+RepoId = Annotated[str, Field(pattern=r"^([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)?$")]
+
+
+# --- declaration ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One setting as declared."""
+
+    field: str
+    name: str  # the environment variable, or the JobSpec field when no variable sets it
+    meaning: str
+    rule: str
+    default: str
+    spec: str = ""
+    catalog: str = ""
+    mode: str = ""
+    spec_wins: bool = False
+    lenient: bool = False
+
+    @property
+    def is_variable(self) -> bool:
+        return self.name != self.spec
+
+    @property
+    def secret(self) -> bool:
+        return bool(SECRET_NAME.search(self.name))
+
+
+def knob(
+    variable: str,
+    meaning: str,
+    default: Any = None,
+    *,
+    spec: str = "",
+    catalog: str = "",
+    mode: str = "",
+    shown: str = "",
+    spec_wins: bool = False,
+    lenient: bool = False,
+    **rules: Any,
+) -> Any:
+    """Declare one setting.
+
+    `variable` is its environment variable, or "" when only the JobSpec sets it; `spec` and `catalog` name the
+    fields it falls back to; `default` is a value, or a function of the settings declared above it which
+    `shown` describes; a bad value of a `lenient` one warns and falls back instead of stopping the run.
+    """
+    computed = {"default_factory": default} if callable(default) else {"default": default}
+    extra: dict[str, Any] = {
+        "spec": spec,
+        "catalog": catalog,
+        "mode": mode,
+        "spec_wins": spec_wins,
+        "lenient": lenient,
+    }
+    extra["default"] = shown or plain(default)
+    return Field(
+        validation_alias=variable or spec, description=meaning, json_schema_extra=extra, **computed, **rules
+    )
+
+
+@cache
+def declared(table: type[BaseSettings]) -> tuple[Knob, ...]:
+    """Every setting of `table`, in declaration order."""
+    schemas = table.model_json_schema()["properties"]
+    return tuple(
+        Knob(
+            name,
+            str(field.validation_alias),
+            field.description or "",
+            _rule(schemas[field.validation_alias]),
+            **cast(dict[str, Any], extra),
+        )
+        for name, field in table.model_fields.items()
+        if isinstance(extra := field.json_schema_extra, dict)
+    )
+
+
+def plain(value: Any) -> str:
+    """A value as a person would type it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def _rule(schema: Mapping[str, Any]) -> str:
+    kinds = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
+    bounds = [f"{sign} {plain(one[key])}" for one in kinds for key, sign in BOUNDS.items() if key in one]
+    return " ".join([" or ".join(map(_kind, kinds)), " and ".join(bounds)]).strip()
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return " | ".join(schema["enum"])
+    if "pattern" in schema:
+        return "owner/name"
+    if schema.get("type") == "array":
+        return "comma list"
+    words = {
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "on | off (1 true yes, 0 false no none)",
+    }
+    return words.get(schema.get("type", ""), "path" if schema.get("format") == "path" else "text")
+
+
+# --- where values come from -----------------------------------------------------------------------
+
+
+class Source(PydanticBaseSettingsSource):
+    """Values of one origin, keyed by knob name."""
+
+    def __init__(self, table: type[BaseSettings], origin: str, values: Mapping[str, Any]):
+        super().__init__(table)
+        self.origin, self.values = origin, dict(values)
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        name = str(field.validation_alias)
+        return self.values.get(name), name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self.values
+
+
+def sources(table: type[BaseSettings], env: Mapping[str, str], spec: JobSpec | None) -> tuple[Source, ...]:
+    """What was said about `table`, the most important first: spec-wins, variables, JobSpec, catalog."""
+    knobs = declared(table)
+    said = {} if spec is None else {one.name: _look_up(spec, one.spec) for one in knobs if one.spec}
+    said = {name: value for name, value in said.items() if value is not None}
+    wins = {one.name for one in knobs if one.spec_wins}
+    entry = recipe.catalog_model(spec.model) if spec is not None else None
+    catalog = {one.name: getattr(entry, one.catalog) for one in knobs if one.catalog} if entry else {}
+    return (
+        Source(table, "JobSpec", {name: value for name, value in said.items() if name in wins}),
+        Source(table, "variable", _variables(table, knobs, env)),
+        Source(table, "JobSpec", said),
+        Source(table, "catalog", catalog),
+    )
+
+
+def origins(found: Iterable[Source]) -> dict[str, str]:
+    """Which source decided each knob; a knob that is missing has its default."""
+    return {name: source.origin for source in reversed(list(found)) for name in source.values}
+
+
+def _look_up(spec: JobSpec, dotted: str) -> Any:
+    return reduce(getattr, dotted.split("."), spec)
+
+
+def _variables(table: type[BaseSettings], knobs: Iterable[Knob], env: Mapping[str, str]) -> dict[str, str]:
+    texts = {one.name: env.get(one.name, "").strip() for one in knobs if one.is_variable}
+    if "HF_TOKEN" in texts:
+        texts["HF_TOKEN"] = texts["HF_TOKEN"] or env.get("HUGGINGFACE_TOKEN", "").strip()
+    values = {name: text for name, text in texts.items() if text}
+    for one in knobs:
+        if (
+            one.lenient
+            and one.name in values
+            and not accepts(table.model_fields[one.field], values[one.name])
+        ):
+            log.warning(
+                "%s=%r is not a %s: using the default (%s)",
+                one.name,
+                values.pop(one.name),
+                one.rule,
+                one.default,
+            )
+    return values
+
+
+def accepts(field: FieldInfo, text: str) -> bool:
+    """Whether `text` is a valid value of `field`."""
+    kind: Any = Annotated[field.annotation, field, *field.metadata]
+    try:
+        TypeAdapter(kind).validate_python(text)
+    except ValidationError:
+        return False
+    return True
+
+
+def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Texts that may never leave the machine."""
+    return tuple(
+        text.strip() for name, text in env.items() if SECRET_NAME.search(name) and len(text.strip()) >= 8
+    )
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def one_line(table: type[BaseSettings], error: ValidationError, came_from: Mapping[str, str]) -> str:
+    """All that is wrong with the settings, in one line: knob, value, rule and default."""
+    by_name = {one.name: one for one in declared(table)}
+    parts = {}
+    for problem in error.errors(include_url=False):
+        one = by_name.get(str(problem["loc"][0])) if problem["loc"] else None
+        if one is None or problem["type"] == "default_factory_not_called":
+            continue
+        where = f"JobSpec {one.spec}" if came_from.get(one.name) == "JobSpec" else one.name
+        value = "***" if one.secret else repr(problem["input"])[:80]
+        parts[one.name] = f"{where}={value}: must be {one.rule} (default: {one.default or 'empty'})"
+    return "; ".join(parts.values())
+
+
+def warn_unknown_names(table: type[BaseSettings], env: Mapping[str, str]) -> None:
+    """Warn once about set variables that look like ours and are not."""
+    known = {one.name for one in declared(table)} | LAUNCHER_ONLY | SPEC_VARIABLES
+    unknown = sorted(n for n, text in env.items() if n.startswith(OURS) and text.strip() and n not in known)
+    if unknown:
+        guesses = [(name, difflib.get_close_matches(name, known, 1)) for name in unknown]
+        hints = [f"{name} (did you mean {close[0]}?)" if close else name for name, close in guesses]
+        log.warning("unknown variables, ignored: %s", ", ".join(hints))

@@ -1,0 +1,155 @@
+"""Combinations of settings that cannot be honoured, refused before anything is spent."""
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+
+import recipe
+from job import knobs
+from job.settings import Identity, Settings, SettingsError
+from spec import JobSpec
+
+log = logging.getLogger(__name__)
+
+OTHER_MODE = {
+    "sft": "steps group_size temperature max_tokens kl_penalty_coef advantage_clip"
+    " thinking_length_penalty_coef"
+    " stop_sequences",
+    "rl": "epochs max_length",
+}
+
+
+def resolve(env: Mapping[str, str], identity: Identity) -> Settings:
+    """All settings of the run, checked and logged; raises SettingsError."""
+    settings = Settings.read(env, identity.spec)
+    knobs.warn_unknown_names(Settings, env)
+    check(settings)
+    log.info(
+        "settings:\n%s",
+        "\n".join(f"  {name} = {value} ({origin})" for name, value, origin in settings.table()),
+    )
+    return settings
+
+
+def check(settings: Settings) -> None:
+    """Raise SettingsError for the first thing that is wrong; warn about what is merely odd."""
+    check_job(settings)
+    check_thinking(settings)
+    check_weights(settings)
+    check_not_yet(settings)
+    check_sft(settings) if settings.mode == "sft" else check_rl(settings)
+    warn_ignored(settings, settings.job)
+
+
+def check_job(settings: Settings) -> None:
+    spec = settings.spec
+    if spec is None:
+        raise SettingsError(
+            "AUTOSLM_JOB_SPEC_JSON is empty and AUTOSLM_JOB_SPEC_PATH names no file: a run needs a"
+            " JobSpec that names an"
+            ' environment, such as {"algorithm": "sft", "environment": {"id": "owner/name"}}'
+        )
+    if settings.mode != spec.phase:
+        raise SettingsError(
+            f"RUN_MODE={settings.mode!r}: the JobSpec's algorithm is {spec.algorithm!r}, which is"
+            f" RUN_MODE={spec.phase};"
+            " change one of them"
+        )
+    if not spec.environment.id:
+        raise SettingsError(
+            "JobSpec environment.id is empty: no environment specified; name one, such as 'owner/name'"
+        )
+    if spec.model_policy == "catalog" and spec.model.partition("@")[0] not in recipe.CATALOG:
+        raise SettingsError(
+            f"JobSpec model={spec.model!r}: not in the catalog ({', '.join(recipe.CATALOG)}); use one"
+            " of these or set"
+            " model_policy to 'allow'"
+        )
+
+
+def check_thinking(settings: Settings) -> None:
+    ability = recipe.catalog_model(settings.model.partition("@")[0]).thinking
+    if ability == "none" and settings.thinking:
+        raise SettingsError(f"JobSpec thinking=true: {settings.model} cannot think; set it to false")
+    if ability == "always" and not settings.thinking:
+        raise SettingsError(f"JobSpec thinking=false: {settings.model} always thinks; set it to true")
+    if ability == "unknown" and settings.thinking:
+        log.warning("JobSpec thinking=true: whether %s can think is not known to the catalog", settings.model)
+
+
+def check_weights(settings: Settings) -> None:
+    if (
+        settings.quant_repo
+        and settings.quant == "bf16"
+        and settings.origins.get("AUTOSLM_QUANT_REPO") == "variable"
+    ):
+        log.warning("AUTOSLM_QUANT_REPO=%s is not used: the tier is bf16", settings.quant_repo)
+
+
+def check_not_yet(settings: Settings) -> None:
+    """Refuse what the contract names and this version does not do, rather than ignore it."""
+    unsupported = {
+        f"AUTOSLM_QUANT={settings.quant}": settings.quant != "bf16",
+        f"AUTOSLM_EVAL_EVERY_STEPS={settings.eval_every_steps}": settings.eval_every_steps > 0,
+        "AUTOSLM_MERGE=on": settings.merge,
+        f"AUTOSLM_REPORT_TO={','.join(settings.report_to)}": bool(settings.report_to),
+        f"JobSpec train.init_from_adapter={settings.init_from_adapter!r}": bool(settings.init_from_adapter),
+    }
+    for what, asked in unsupported.items():
+        if asked:
+            raise SettingsError(f"{what}: not supported by this version of the worker; leave it unset")
+
+
+def check_sft(settings: Settings) -> None:
+    if settings.sft_packing and (settings.device == "cpu" or not _installed("flash_attn")):
+        raise SettingsError(
+            "SFT_PACKING=on: without flash attention packed rows attend to each other; install"
+            " flash-attn on a GPU or"
+            " turn it off"
+        )
+    if settings.sft_liger and not _installed("liger_kernel"):
+        raise SettingsError("SFT_LIGER=on: the package is missing; pip install liger-kernel or turn it off")
+
+
+def check_rl(settings: Settings) -> None:
+    if settings.rl_group_size < 2:
+        raise SettingsError(
+            f"RL_GROUP_SIZE={settings.rl_group_size}: a group of one has no advantage; use 2 or more"
+        )
+    if settings.temperature == 0:
+        raise SettingsError(
+            "JobSpec train.temperature=0: identical samples carry no advantage; use a value > 0, such as 1.0"
+        )
+    if settings.rl_vllm_max_len <= settings.rl_max_completion:
+        raise SettingsError(
+            f"RL_VLLM_MAX_LEN={settings.rl_vllm_max_len}: must exceed the completion budget"
+            f" {settings.rl_max_completion} (RL_MAX_COMPLETION or train.max_tokens); raise the first"
+            " or lower the second"
+        )
+    if settings.quant == "4bit-qlora" and settings.rl_use_vllm and settings.rl_adapter_sync == "merge":
+        raise SettingsError(
+            "RL_ADAPTER_SYNC=merge: merging would destroy 4-bit weights; use RL_ADAPTER_SYNC=adapter"
+            " or RL_USE_VLLM=0"
+        )
+
+
+def warn_ignored(settings: Settings, spec: JobSpec) -> None:
+    if settings.phase != settings.mode:
+        log.warning(
+            "PHASE=%s differs from the mode %s: files go under %s",
+            settings.phase,
+            settings.mode,
+            settings.prefix,
+        )
+    defaults = type(spec.train)()
+    ignored = [
+        f"train.{name}"
+        for name in OTHER_MODE[settings.mode].split()
+        if getattr(spec.train, name) != getattr(defaults, name)
+    ]
+    if ignored:
+        log.warning("the JobSpec sets what %s does not use, ignored: %s", settings.mode, ", ".join(ignored))
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

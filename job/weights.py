@@ -1,0 +1,165 @@
+"""Which weights a run loads, from where, in which precision, and which modules get an adapter."""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from job.settings import Settings, SettingsError
+
+log = logging.getLogger(__name__)
+
+IGNORED_FILES = ["*.pth", "*.gguf", "original/*", "*.onnx", "*.msgpack", "*.h5"]
+MULTIMODAL_TYPES = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_6"})
+# A text-only engine rejects an adapter on any of these. A pattern, as peft's list form only matches suffixes.
+EXCLUDED_MODULES = r"(.*\.)?(visual|vision_tower|multi_modal_projector|mtp)(\..*)?"
+
+
+class ModelUnreachable(RuntimeError):
+    """The Hub could not be asked for a model that is not in the cache."""
+
+
+@dataclass(frozen=True)
+class WeightsPlan:
+    """The one plan that every load of a run follows.
+
+    `base` is the model id that names tokenizer and template; `source` holds the weights; `commit` is the
+    resolved revision of `source` on the Hub, None for a local folder.
+    """
+
+    base: str
+    source: str
+    revision: str | None
+    commit: str | None
+    base_commit: str | None
+    dtype: str
+    model_type: str
+    vocab_size: int
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.source).is_dir()
+
+    def model_init_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments for `from_pretrained`: explicit precision, no device map, the recorded commit."""
+        return {"dtype": self.dtype, "device_map": None, "revision": self.commit or "main"}
+
+    def lora_config(self, settings: Settings) -> Any:
+        """The peft configuration of a fresh adapter."""
+        from peft import LoraConfig
+
+        targets = settings.lora_targets
+        return LoraConfig(
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,
+            lora_dropout=0.0,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            exclude_modules=EXCLUDED_MODULES if self.model_type in MULTIMODAL_TYPES else None,
+            task_type="CAUSAL_LM",
+        )
+
+
+def plan_weights(settings: Settings) -> WeightsPlan:
+    """Resolve the model to a commit and read its config; raises SettingsError when it cannot be had."""
+    base, _, revision = settings.model.partition("@")
+    source = settings.quant_repo if settings.quant == "4bit-qlora" and settings.quant_repo else base
+    base_commit = _commit(settings, base, revision or None)
+    commit = base_commit if source == base else _commit(settings, source, None)
+    config = _config(source, commit)
+    text = config.get_text_config()
+    return WeightsPlan(
+        base=base,
+        source=source,
+        revision=revision or None,
+        commit=commit,
+        base_commit=base_commit,
+        dtype="float32" if settings.device == "cpu" else "bfloat16",
+        model_type=config.model_type,
+        vocab_size=text.vocab_size,
+    )
+
+
+def _commit(settings: Settings, repo: str, revision: str | None) -> str | None:
+    """The Hub commit that `repo` stands for now, None for a local folder."""
+    if Path(repo).is_dir():
+        if not (Path(repo) / "config.json").is_file():
+            raise SettingsError(
+                f"JobSpec model={repo!r}: the folder has no config.json; name a model's folder"
+            )
+        return None
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    api = HfApi(endpoint=settings.endpoint or None, token=settings.token or None)
+    try:
+        return api.model_info(repo, revision=revision).sha
+    except HFValidationError as error:
+        raise SettingsError(
+            f"JobSpec model={repo!r}: no folder of that name, and no Hub id (owner/name)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise SettingsError(f"JobSpec model={repo}@{revision}: the model has no such revision") from error
+    except RepositoryNotFoundError as error:
+        raise SettingsError(
+            f"JobSpec model={repo!r}: not on the Hub, or private and not visible to this token"
+            " (HF_TOKEN); check the"
+            " name and the token"
+        ) from error
+    except (HfHubHTTPError, httpx2.HTTPError, OfflineModeIsEnabled) as error:
+        return _cached_commit(repo, revision, error)
+
+
+def _cached_commit(repo: str, revision: str | None, reason: Exception) -> str:
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repo, "config.json", revision=revision)
+    if not isinstance(cached, str):
+        raise ModelUnreachable(
+            f"JobSpec model={repo!r}: the Hub cannot be asked for it ({reason})"
+        ) from reason
+    commit = Path(cached).parent.name
+    log.warning("the Hub cannot be asked for %s (%s): using the cached commit %s", repo, reason, commit)
+    return commit
+
+
+def _config(source: str, commit: str | None) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source, revision=commit or "main")
+    except (OSError, ValueError, KeyError) as error:
+        cause = " ".join(str(error).split())[:300]
+        raise SettingsError(
+            f"JobSpec model={source!r}: its configuration cannot be read ({cause})"
+        ) from error
+
+
+def prefetch(plan: WeightsPlan, settings: Settings) -> float:
+    """Bring the weights into the cache; returns seconds to 0.1. A failure only warns: loading decides."""
+    if plan.is_local:
+        return 0.0
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    api, began = HfApi(endpoint=settings.endpoint or None, token=settings.token or None), time.monotonic()
+    try:
+        api.snapshot_download(plan.source, revision=plan.commit, ignore_patterns=IGNORED_FILES)
+    except (HfHubHTTPError, httpx2.HTTPError, LocalEntryNotFoundError, OSError) as error:
+        log.warning("prefetch of %s failed, going on: %s", plan.source, error)
+    return round(time.monotonic() - began, 1)
+
+
+def cache_bytes() -> int:
+    """Bytes in the Hub cache, finished or not: what a download's pings count."""
+    from huggingface_hub import constants
+
+    return sum(path.lstat().st_size for path in Path(constants.HF_HUB_CACHE).rglob("blobs/*"))

@@ -1,0 +1,199 @@
+"""What happens when the user did not say: defaults, model catalog, batch arithmetic. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Quant = Literal["bf16", "4bit-qlora"]
+ThinkingCapability = Literal["hybrid", "always", "none", "unknown"]
+
+MODEL = "Qwen/Qwen3.5-4B"
+QWEN_VOCAB = 248_320
+RL_LOGITS_BUDGET_BYTES = 6_000_000_000
+SFT_LOGITS_BUDGET_BYTES = 3_000_000_000  # half a 24 GB card, divided by the four copies that a step holds
+FLOAT32_BYTES = 4
+
+
+# --- catalog ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CatalogModel:
+    """What is known about a model; the defaults describe one nobody has looked at."""
+
+    model_id: str
+    params: str = ""
+    min_vram_gb: int = 0
+    gpu: str = ""
+    grpo_min_vram_gb: int | None = None
+    quant: Quant = "bf16"
+    quant_repo: str = ""
+    grpo_use_vllm: bool = True
+    min_disk_gb: int | None = None
+    thinking: ThinkingCapability = "unknown"
+    algorithms: tuple[str, ...] = ("sft", "grpo")
+
+    def required_vram_gb(self, algorithm: str) -> int:
+        """GB of GPU memory the job needs; 0 when unknown."""
+        return (self.grpo_min_vram_gb or self.min_vram_gb) if algorithm == "grpo" else self.min_vram_gb
+
+
+_MODELS = (
+    CatalogModel("openbmb/MiniCPM5-1B", "1.2B (Llama)", 12, "RTX 4090", thinking="hybrid"),
+    CatalogModel("Qwen/Qwen3.5-0.8B", "0.9B", 12, "RTX 4090", thinking="hybrid"),
+    CatalogModel("Qwen/Qwen3.5-2B", "2.3B", 16, "RTX 4090", thinking="hybrid"),
+    CatalogModel("Qwen/Qwen3.5-4B", "4.7B", 32, "RTX 5090", thinking="hybrid"),
+    CatalogModel("Qwen/Qwen3.5-9B", "9.7B", 32, "RTX 5090", grpo_min_vram_gb=80, thinking="hybrid"),
+    CatalogModel(
+        "Qwen/Qwen3.6-35B-A3B",
+        "36B MoE, 3B active",
+        32,
+        "A100 80GB PCIe",
+        grpo_min_vram_gb=80,
+        quant="4bit-qlora",
+        grpo_use_vllm=False,
+        min_disk_gb=160,
+        thinking="hybrid",
+    ),
+)
+CATALOG: Mapping[str, CatalogModel] = MappingProxyType({model.model_id: model for model in _MODELS})
+
+
+def catalog_model(model_id: str) -> CatalogModel:
+    """The entry of `model_id` (any `@revision`), or the one of an unknown model."""
+    return CATALOG.get(model_id.partition("@")[0], CatalogModel(model_id))
+
+
+# --- recipe -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoraRecipe:
+    rank: int = 32
+    alpha: int = 64
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class SftRecipe:
+    learning_rate: float = 1e-4
+    warmup_fraction: float = 0.03
+    batch_size: int = 32
+    epochs: int = 2
+    per_device_batch_size: int = 4
+    save_steps: int = 50
+
+    def max_length(self, thinking: bool) -> int:
+        """Tokens per row."""
+        return 2048 if thinking else 1024
+
+
+@dataclass(frozen=True)
+class RlRecipe:
+    learning_rate: float = 1e-5
+    steps: int = 150
+    prompts_per_step: int = 64
+    group_size: int = 8
+    max_prompt_length: int = 2048
+    min_engine_length: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    save_steps: int = 20
+    fallback_gpu_utilization: float = 0.45
+
+    def max_completion(self, thinking: bool) -> int:
+        """Tokens per completion."""
+        return 1536 if thinking else 320
+
+    def completions_per_device(self, thinking: bool) -> int:
+        """Micro-batch ceiling before logits memory is looked at."""
+        return 2 if thinking else 8
+
+
+LORA, SFT, RL = LoraRecipe(), SftRecipe(), RlRecipe()
+
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences one process puts through the model at once, and how often per optimizer step."""
+
+    micro: int
+    accumulation: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one process per optimizer step."""
+        return self.micro * self.accumulation
+
+
+def largest_divisor(n: int, ceiling: int) -> int:
+    """The largest divisor of `n` not above `ceiling`."""
+    if n < 1 or ceiling < 1:
+        raise ValueError(f"largest_divisor({n}, {ceiling}): both must be >= 1")
+    return next(divisor for divisor in range(min(n, ceiling), 0, -1) if n % divisor == 0)
+
+
+def sft_batch(batch_size: int, ceiling: int, processes: int = 1) -> Batch:
+    """Split `batch_size` into micro x accumulation x processes exactly; ValueError when it cannot be."""
+    return _split(_share("train.batch_size", batch_size, processes), ceiling)
+
+
+def sft_micro_ceiling(ceiling: int, length: int, vocab: int, budget_bytes: float) -> int:
+    """Lower a micro-batch ceiling until float32 logits fit `budget_bytes`, but not below 1."""
+    return max(1, min(ceiling, int(budget_bytes // (length * vocab * FLOAT32_BYTES))))
+
+
+def grpo_batch(prompts: int, group: int, ceiling: int, processes: int = 1) -> Batch:
+    """Split `prompts` whole groups per step over the processes exactly; ValueError when it cannot be.
+
+    Sizes are in completions, as TRL counts. No group spans two processes.
+    """
+    return _split(_share("train.batch_size (RL_PROMPTS_PER_STEP)", prompts, processes) * group, ceiling)
+
+
+def grpo_completions_ceiling(thinking: bool, length: int, vocab: int) -> int:
+    """Micro-batch ceiling in completions when none is set.
+
+    `length` is the completion budget, or the whole transcript of a multi-turn rollout, in tokens.
+    """
+    return sft_micro_ceiling(RL.completions_per_device(thinking), length, vocab, RL_LOGITS_BUDGET_BYTES)
+
+
+def _share(knob: str, batch_size: int, processes: int) -> int:
+    share, rest = divmod(batch_size, processes)
+    if rest:
+        choices = [n for n in (batch_size - rest, batch_size - rest + processes) if n]
+        raise ValueError(
+            f"{knob} = {batch_size}: must be a multiple of the {processes} processes;"
+            f" use {' or '.join(map(str, choices))}"
+        )
+    return share
+
+
+def _split(total: int, ceiling: int) -> Batch:
+    micro = largest_divisor(total, ceiling)
+    return Batch(micro, total // micro)
+
+
+# --- lengths ------------------------------------------------------------------------------------------------
+
+
+def engine_length(override: int | None, max_prompt: int, completion: int) -> int:
+    """Tokens one sequence of the engine may hold; ValueError when `override` leaves no room for a prompt."""
+    if override is None:
+        return max(RL.min_engine_length, max_prompt + completion)
+    if override <= completion:
+        raise ValueError(
+            f"RL_VLLM_MAX_LEN = {override}: must exceed the completion budget of {completion} tokens;"
+            " raise it, or lower RL_MAX_COMPLETION / train.max_tokens"
+        )
+    return override
+
+
+def prompt_budget(engine_length: int, completion: int) -> int:
+    """Tokens a prompt may have so that a full completion still fits."""
+    return engine_length - completion

@@ -1,0 +1,97 @@
+"""Whether the device can be used, and what it was when something failed."""
+
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+TRIES, PAUSE_S, DEAD_DRIVER_TRIES = 12, 10.0, 3
+DEAD_DRIVER_WORDS = (
+    "driver/library version mismatch",
+    "no nvidia driver",
+    "driver version is insufficient",
+    "libcuda",
+)
+
+
+class GpuNotReady(RuntimeError):
+    """No usable GPU on this machine: another machine may have one."""
+
+
+def wait_for_gpu(device: str, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Return once a real kernel has run; raises GpuNotReady. Nothing to wait for on a CPU."""
+    if device == "cpu":
+        return
+    reason = ""
+    for attempt in range(1, TRIES + 1):
+        reason = _why_not()
+        if not reason:
+            return
+        log.warning("GPU not ready, try %d of %d: %s", attempt, TRIES, reason)
+        dead = any(word in reason.lower() for word in DEAD_DRIVER_WORDS)
+        if dead and attempt >= DEAD_DRIVER_TRIES:
+            break
+        if attempt < TRIES:
+            sleep(PAUSE_S)
+    raise GpuNotReady(f"GPU never became ready: {reason} (AUTOSLM_DEVICE=cuda; use cpu to run without one)")
+
+
+def _why_not() -> str:
+    import torch
+
+    try:
+        if not torch.cuda.is_available():
+            return "cuda not available"
+        (torch.ones(8, device="cuda") * 2).sum().item()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return " ".join(str(error).split())[:160]
+    return ""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU ran out of memory, by torch's own type or vLLM's words; host memory does not count."""
+    torch = sys.modules.get("torch")
+    text = str(error)
+    return (
+        (torch is not None and isinstance(error, torch.OutOfMemoryError))
+        or "No available memory for the cache blocks" in text
+        or ("Free memory on device" in text and "less than desired" in text)
+    )
+
+
+def diagnostics() -> str:
+    """Versions, device and driver in one short text; every part is guarded, it never raises."""
+    return "; ".join(filter(None, (_torch_facts(), _nvidia_smi())))
+
+
+def _torch_facts() -> str:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return "torch not imported"
+    try:
+        facts = f"torch {torch.__version__}, cuda {torch.version.cuda}, available {torch.cuda.is_available()}"
+        if torch.cuda.is_available():
+            facts += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    except (RuntimeError, AttributeError) as error:
+        return f"torch failed: {error}"[:160]
+    return facts
+
+
+def _nvidia_smi() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "no nvidia-smi"
+    query = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,name,memory.used,memory.total",
+        "--format=csv,noheader",
+    ]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed: {error}"[:160]
+    return " ".join((answer.stdout or answer.stderr).split())[:200]

