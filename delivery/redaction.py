@@ -1,17 +1,19 @@
 """Keeps secrets out of everything that leaves the process."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 
 TOKEN_SHAPES = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,})|(?<=Bearer )\S+"
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,})|(?<=Bearer )[\w.~+/=-]+"
 )
 
 
 def redactor(secrets: Sequence[str]) -> Callable[[str], str]:
     """Return a function that replaces the given texts, and whatever looks like a token, by `***`."""
+    spellings = {*secrets, *(json.dumps(one)[1:-1] for one in secrets)}
     known = (
-        re.compile("|".join(re.escape(one) for one in sorted(secrets, key=len, reverse=True)))
+        re.compile("|".join(re.escape(one) for one in sorted(spellings, key=len, reverse=True)))
         if secrets
         else None
     )

@@ -4,6 +4,7 @@
 """
 
 import errno
+import json
 import logging
 import shutil
 import tempfile
@@ -46,7 +47,10 @@ class NotFound(StoreError):
 
 @dataclass(frozen=True)
 class Commit:
-    """One atomic change: contents by path, in the order a reader may see them, and paths to delete."""
+    """One atomic change: contents by path, in the order a reader may see them, and paths to delete.
+
+    A deleted path that ends in `/` is a folder.
+    """
 
     message: str
     files: Mapping[str, Content] = field(default_factory=dict)
@@ -89,17 +93,18 @@ class FolderStore:
                 pass
 
     def exists(self, path: str) -> bool:
-        return (self.folder / path).is_file()
+        with _named_os_errors(self.folder):
+            return (self.folder / path).is_file()
 
     def read(self, path: str) -> bytes:
-        try:
-            with _named_os_errors(self.folder):
-                return (self.folder / path).read_bytes()
-        except FileNotFoundError as error:
-            raise NotFound(f"{path} is not in {self.location}") from error
+        if not self.exists(path):
+            raise NotFound(f"{path} is not in {self.location}")
+        with _named_os_errors(self.folder):
+            return (self.folder / path).read_bytes()
 
     def list(self, folder: str = "") -> list[str]:
-        found = (path for path in (self.folder / folder).rglob("*") if path.is_file())
+        with _named_os_errors(self.folder):
+            found = [path for path in (self.folder / folder).rglob("*") if path.is_file()]
         return sorted(path.relative_to(self.folder).as_posix() for path in found)
 
     def put(self, commit: Commit) -> None:
@@ -146,20 +151,21 @@ class HubStore:
             api.auth_check(self.repo, repo_type="dataset", write=True)
 
     def exists(self, path: str) -> bool:
+        from huggingface_hub.hf_api import RepoFile
+
         with _hub_errors(path):
-            return bool(self._api().get_paths_info(self.repo, self._full(path), repo_type="dataset"))
+            found = self._api().get_paths_info(self.repo, self._full(path), repo_type="dataset")
+            return any(isinstance(one, RepoFile) for one in found)
 
     def read(self, path: str) -> bytes:
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+        from huggingface_hub.errors import RemoteEntryNotFoundError
 
         with _hub_errors(path), tempfile.TemporaryDirectory() as scratch:
             try:
                 got = self._api().hf_hub_download(
-                    self.repo, self._full(path), repo_type="dataset", local_dir=scratch, force_download=True
+                    self.repo, self._full(path), repo_type="dataset", local_dir=scratch
                 )
-            except LocalEntryNotFoundError as error:
-                raise Unreachable(f"{path}: {_brief(error)}") from error
-            except EntryNotFoundError as error:
+            except RemoteEntryNotFoundError as error:
                 raise NotFound(f"{path} is not in {self.location}") from error
             return Path(got).read_bytes()
 
@@ -181,7 +187,9 @@ class HubStore:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         operations = [CommitOperationAdd(self._full(path), content) for path, content in commit.files.items()]
-        operations += [CommitOperationDelete(self._full(path)) for path in commit.delete]
+        operations += [
+            CommitOperationDelete(self._full(path), is_folder=path.endswith("/")) for path in commit.delete
+        ]
         with _hub_errors(commit.message):
             self._api().create_commit(
                 self.repo, operations, repo_type="dataset", commit_message=commit.message[:200]
@@ -193,44 +201,61 @@ class HubStore:
 
 def set_hub_timeouts() -> None:
     """Give the Hub client timeouts: its own default is to wait for ever."""
+    from huggingface_hub.utils import _http
+
+    # Setting a factory closes the client that the publisher's thread may be using.
+    if _http._GLOBAL_CLIENT_FACTORY is not _hub_client:
+        _http.set_client_factory(_hub_client)
+
+
+def _hub_client() -> Any:
     import httpx2
-    from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import hf_request_event_hook
 
-    def client() -> httpx2.Client:
-        return httpx2.Client(
-            event_hooks={"request": [hf_request_event_hook]},
-            follow_redirects=True,
-            timeout=httpx2.Timeout(REQUEST_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-        )
-
-    set_client_factory(client)
+    return httpx2.Client(
+        event_hooks={"request": [hf_request_event_hook]},
+        follow_redirects=True,
+        timeout=httpx2.Timeout(REQUEST_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+    )
 
 
 @contextmanager
 def _hub_errors(what: str) -> Iterator[None]:
     """Turn the Hub client's exceptions into ours, telling "could not ask" from "no"."""
     import httpx2
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         yield
-    except HfHubHTTPError as error:
+    except StoreError:
+        raise
+    except (LocalEntryNotFoundError, RuntimeError) as error:
+        raise _store_error(what, error.__cause__ or error) from error  # both are wrapped around the cause
+    except HFValidationError as error:
+        raise StoreError(f"{what}: {_brief(error)}") from error
+    except (httpx2.HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError) as error:
+        raise _store_error(what, error) from error
+
+
+def _store_error(what: str, error: BaseException) -> StoreError:
+    """Ours for one of the Hub client's."""
+    import httpx2
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
         status = error.response.status_code if error.response is not None else None
         message = f"{what}: the Hub answered {status} ({_brief(error)})"
         if status is None or status in BUSY_STATUS:
-            raise Unreachable(message, _retry_after(error.response)) from error
+            return Unreachable(message, _retry_after(error.response))
         if status >= 500:
-            raise Unavailable(message) from error
-        raise StoreError(
+            return Unavailable(message)
+        return StoreError(
             f"{message}; check the repository's name and the token's rights (HF_REPO, HF_TOKEN)"
-        ) from error
-    except (httpx2.HTTPError, LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
-        raise Unreachable(
-            f"{what}: the Hub cannot be reached ({type(error).__name__}: {_brief(error)})"
-        ) from error
-    except HFValidationError as error:
-        raise StoreError(f"{what}: {_brief(error)}") from error
+        )
+    described = f"{type(error).__name__}: {_brief(error)}"
+    if isinstance(error, httpx2.HTTPError | ConnectionError | TimeoutError):
+        return Unreachable(f"{what}: the Hub cannot be reached ({described})")
+    return Unavailable(f"{what}: the Hub client failed ({described})")
 
 
 def _retry_after(response: Any) -> float | None:

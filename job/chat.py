@@ -7,7 +7,7 @@ prompt rendered with its generation prompt, whatever the template does to a fini
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from os.path import commonprefix
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,26 @@ class Chat:
             )
         return self.tokenizer.eos_token_id
 
+    def reply_text(self, ids: Sequence[int]) -> str:
+        """Decode a sampled reply as a server would: no special tokens, but think tags stay."""
+        tags = {self.tokenizer.convert_tokens_to_ids(tag) for tag in (THINK, END_THINK)}
+        dropped = (set(self.tokenizer.all_special_ids) | set(self.stop_ids)) - tags
+        return self.tokenizer.decode([one for one in ids if one not in dropped])
+
+    def cut_at(self, ids: Sequence[int], stops: Sequence[str]) -> list[int]:
+        """The shortest beginning of a reply whose text contains a stop string, or all of it."""
+        ids = list(ids)
+        if not stops or not any(stop in self.tokenizer.decode(ids) for stop in stops):
+            return ids
+        for length in range(1, len(ids) + 1):
+            if any(stop in self.tokenizer.decode(ids[:length]) for stop in stops):
+                return ids[:length]
+        return ids
+
+    def opens_thinking(self, rendered_prompt: str) -> bool:
+        """Whether a rendered prompt ends inside a think block."""
+        return opens_thinking(rendered_prompt, self.end_of_turn)
+
     # --- supervised rows ---
 
     def rows(
@@ -110,7 +130,7 @@ class Chat:
             )
         rows: list[Row] = []
         for index, message in enumerate(target):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or not _says_something(message):
                 continue
             before = [*prompt, *target[:index]]
             row = self._row(before, self._answer(before, message, tools), tools)
@@ -128,26 +148,37 @@ class Chat:
 
     def _answer(self, prompt: Sequence[Message], message: Message, tools: Sequence[Any]) -> str:
         """The text that the model has to produce after the generation prompt."""
+        text = _text(message.get("content"))
+        if message.get("reasoning_content") and THINK not in text:
+            text = f"{THINK}\n{message['reasoning_content']}\n{END_THINK}\n\n{text}"
         if message.get("tool_calls"):
-            text = self._as_rendered(prompt, message, tools)
-        else:
-            text = _text(message.get("content"))
-            if message.get("reasoning_content") and THINK not in text:
-                text = f"{THINK}\n{message['reasoning_content']}\n{END_THINK}\n\n{text}"
-        if not opens_thinking(self.render(prompt, tools), self.end_of_turn):
+            thought, tag, said = text.rpartition(END_THINK)
+            spoken = {"role": "assistant", "content": said.lstrip("\n"), "tool_calls": message["tool_calls"]}
+            text = thought + (f"{tag}\n\n" if tag else "") + self._as_rendered(prompt, spoken, tools)
+        if not self.opens_thinking(self.render(prompt, tools)):
             return text
         # The generation prompt has opened a think block: open no second one, and do not answer inside it.
         text = text.removeprefix(THINK).removeprefix("\n") if text.startswith(THINK) else text
         return text if END_THINK in text else f"\n{END_THINK}\n\n{text}"
 
     def _as_rendered(self, prompt: Sequence[Message], message: Message, tools: Sequence[Any]) -> str:
-        """A message as the template writes it, without the header and the end of the turn."""
-        before = self.render(prompt, tools, generate=False)
-        header = self.render(prompt, tools)[len(before) :]
-        turn = self.render([*prompt, message], tools, generate=False)[len(before) :]
-        shared = takewhile(lambda pair: pair[0] == pair[1], zip(header, turn, strict=False))
-        turn = turn[sum(1 for _ in shared) :]
+        """A message as the template writes it, without the header and the end of the turn.
+
+        The header is what a finished text turn has before its text: it may hold an empty think block, or lack the
+        one of the generation prompt.
+        """
+        probe = {"role": "assistant", "content": PROBE_REPLY}
+        header, found, _ = self.render([*prompt, probe], tools, generate=False).rpartition(PROBE_REPLY)
+        turn = self.render([*prompt, message], tools, generate=False)
+        shared = len(commonprefix([header, turn]))
+        if not found or header[shared:].strip():
+            raise TemplateProblem("the chat template hides where an assistant's tool call begins")
+        turn = turn[shared:]
         return turn[: turn.rindex(self.end_of_turn)] if self.end_of_turn in turn else turn
+
+
+def _says_something(message: Message) -> bool:
+    return any(message.get(key) for key in ("tool_calls", "content", "reasoning_content"))
 
 
 def _text(content: Any) -> str:
@@ -160,6 +191,38 @@ def opens_thinking(rendered_prompt: str, end_of_turn: str) -> bool:
     """Whether a rendered prompt ends inside a think block; a tag that an earlier turn mentions opens none."""
     _, tag, tail = rendered_prompt.rpartition(THINK)
     return bool(tag) and END_THINK not in tail and end_of_turn not in tail
+
+
+@dataclass(frozen=True)
+class Thought:
+    """A reply taken apart: the text that is graded, and the reasoning that is counted."""
+
+    answer: str | None
+    reasoning: str
+
+
+def split_thinking(reply: str | None, opened: bool) -> Thought:
+    """Separate a reply's answer from its reasoning; `opened` = the prompt ended inside a think block.
+
+    Reasoning cut off by the budget leaves no answer, so that it is never graded as one.
+    """
+    if reply is None:
+        return Thought(None, "")
+    first_open, first_close = reply.find(THINK), reply.find(END_THINK)
+    if first_close >= 0 and (first_open < 0 or first_close < first_open):
+        opened = True  # a block that closes before any opens was opened by the prompt
+    if opened and not 0 <= first_open < first_close:
+        reasoning = reply if first_close < 0 else reply[:first_close]
+    elif first_open >= 0:
+        reasoning = reply[first_open + len(THINK) :].partition(END_THINK)[0]
+    else:
+        reasoning = ""
+    if opened and first_close < 0:
+        return Thought("", reasoning)
+    after = reply.rpartition(END_THINK)[2]
+    return Thought(
+        after.partition(THINK)[0].lstrip("\n") if first_close >= 0 else after.partition(THINK)[0], reasoning
+    )
 
 
 def truncate(row: Row, max_length: int) -> Row:

@@ -1,6 +1,8 @@
 """What `--help`, `--schema` and `--check` print."""
 
 import json
+import logging
+import sys
 from collections.abc import Mapping
 from textwrap import wrap
 from typing import TextIO
@@ -25,6 +27,16 @@ An environment variable wins over the JobSpec, the JobSpec over the recipe; empt
       a file that holds the JobSpec
 """
 WIDTH = 80
+QUIET_LIBRARIES = (
+    "httpx",
+    "httpx2",
+    "verifiers",
+    "datasets",
+    "transformers",
+    "trl",
+    "accelerate",
+    "matplotlib",
+)
 
 
 def print_help(out: TextIO) -> None:
@@ -73,12 +85,32 @@ def facts(settings: Settings) -> dict[str, object]:
     env = Environment.load(settings.job.environment.id, settings.job.environment.params)
     plan = plan_weights(settings)
     chat = Chat(load_tokenizer(plan.base, plan.base_commit), settings.thinking)
-    rows, _, counts = dataset.sft_rows(settings, env, chat)
-    lengths = sorted(len(row.ids) for row in rows)
+    if settings.mode == "sft":
+        rows, _, counts = dataset.sft_rows(settings, env, chat)
+        lengths = sorted(len(row.ids) for row in rows)
+        kept = f"{counts.kept} of {counts.source} rows"
+    else:
+        settings = rules.fit_context(settings, plan.context_length)
+        rules.check_rollout(settings, env)
+        prompts = dataset.rl_prompts(settings, env, chat)
+        lengths = sorted(len(chat.encode(text)) for text in prompts.texts)
+        kept = f"{len(lengths)} of {len(lengths) + prompts.over_budget} prompts"
     return {
         "environment": f"{env.id} ({env.version}), {'conversations' if env.multi_turn else 'single turn'}",
         "model": f"{plan.source} at {plan.commit or 'local folder'}, {plan.model_type}, {plan.dtype}",
-        "rows": f"{counts.kept} of {counts.source} ({counts.without_target} without target,"
-        " {counts.target_cut_off} cut off)",
-        "row length, tokens": f"median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
+        "train on": f"{kept}; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
     }
+
+
+def set_up_logging(env: Mapping[str, str]) -> None:
+    """Log to the terminal's error stream; at debug the libraries' own logs are shown."""
+    level = env.get("AUTOSLM_LOG_LEVEL", "").strip().upper()
+    logging.basicConfig(
+        level=level if level in ("DEBUG", "WARNING", "ERROR") else "INFO",
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    if level != "DEBUG":
+        for library in QUIET_LIBRARIES:
+            logging.getLogger(library).setLevel(logging.WARNING)

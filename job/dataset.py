@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import recipe
 from job.chat import Chat, Row, drops_reasoning, truncate, unlearns_thinking
 from job.environment import Environment
 from job.environment import Row as SourceRow
@@ -83,3 +84,46 @@ def warn_about_targets(
         log.warning(
             "the chat template drops the reasoning of earlier turns: each turn is trained as a row of its own"
         )
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What GRPO samples from: rendered texts, and for each the index of its row.
+
+    The rows stay in a list: Arrow would reject or coerce those of mixed types.
+    """
+
+    texts: list[str]
+    rows: list[SourceRow]
+    over_budget: int
+
+    @property
+    def columns(self) -> dict[str, list]:
+        return {"prompt": self.texts, "row": list(range(len(self.texts)))}
+
+
+def rl_prompts(settings: Settings, env: Environment, chat: Chat) -> Prompts:
+    """Training prompts in order, those over the budget dropped; raises NoRows when none is left.
+
+    Prompts are counted by the ids that the rollout will use; TRL neither cuts nor checks them.
+    """
+    budget = recipe.prompt_budget(settings.rl_vllm_max_len, settings.rl_max_completion)
+    source = env.train_rows()
+    random.Random(settings.seed).shuffle(source)
+    texts = [chat.render(env.prompt(row), env.tools(row)) for row in source]
+    fits = [0 < len(chat.encode(text)) <= budget for text in texts]
+    kept = [(text, row) for text, row, fit in zip(texts, source, fits, strict=True) if fit]
+    if not kept:
+        raise NoRows(
+            f"no training prompt of {len(source)} fits the budget of {budget} tokens, which is"
+            f" RL_VLLM_MAX_LEN {settings.rl_vllm_max_len} - RL_MAX_COMPLETION {settings.rl_max_completion};"
+            f" raise the first or lower the second, or check environment.id={env.id!r}"
+        )
+    log.info(
+        "training prompts: %d of %d, %d over %d tokens",
+        len(kept),
+        len(source),
+        len(source) - len(kept),
+        budget,
+    )
+    return Prompts([text for text, _ in kept], [row for _, row in kept], len(source) - len(kept))

@@ -58,7 +58,8 @@ class Environment:
         self.pass_threshold: float = loaded.pass_threshold
         self.eval_examples = int(params.get("eval_examples") or 0)
         self.eval_seed = EVAL_SEED if params.get("eval_seed") is None else int(params["eval_seed"])
-        check_rubric(loaded.rubric, columns=() if loaded.dataset is None else loaded.dataset.column_names)
+        rows = loaded.build_dataset()  # a training split may be a function that has not run yet
+        check_rubric(loaded.rubric, columns=() if rows is None else rows.column_names)
 
     @classmethod
     def load(cls, reference: str, params: Mapping[str, Any]) -> "Environment":
@@ -151,8 +152,8 @@ class Environment:
 
     def tools(self, row: Row) -> list[dict[str, Any]]:
         """The tool schemas shown to the model, in the form chat templates take."""
-        own = info(row).get("tool_defs")
-        tools = self.loaded.tool_defs if own is None else type(self.loaded)._normalize_tool_defs(own)
+        env, own = self._member(row), info(row).get("tool_defs")
+        tools = env.tool_defs if own is None else type(env)._normalize_tool_defs(own)
         return [
             {
                 "type": "function",
@@ -160,6 +161,13 @@ class Environment:
             }
             for one in tools or []
         ]
+
+    def _member(self, row: Row) -> Any:
+        """The environment that a row belongs to: in a group the member that `info` names, however deep."""
+        env, route = self.loaded, info(row).get("env_id") or []
+        for name in [route] if isinstance(route, str) else route:
+            env = vars(env).get("env_map", {}).get(name, env)
+        return env
 
 
 def _load(reference: str, params: Mapping[str, Any]) -> Any:
@@ -176,8 +184,9 @@ def _load(reference: str, params: Mapping[str, Any]) -> Any:
         return vf.load_environment(name, **params)
     except (ValueError, RuntimeError) as error:
         cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())[:300]
         raise EnvironmentProblem(
-            f"JobSpec environment.id={reference!r} cannot be loaded: {type(cause).__name__}: {cause};"
+            f"JobSpec environment.id={reference!r} cannot be loaded: {type(cause).__name__}: {reason};"
             " is the package"
             f" that provides the module {_module_name(reference)!r} installed, and are"
             " environment.params right?"
@@ -199,9 +208,15 @@ def _rows(getter: Callable[..., Any] | None, seed: int) -> list[Row]:
 
 
 def _message(one: Any) -> Message:
-    """A plain copy of a message without the null keys that Arrow adds."""
-    plain = one if isinstance(one, Mapping) else one.model_dump()
-    return {key: copy.deepcopy(value) for key, value in plain.items() if value is not None}
+    """A plain copy of a message."""
+    return _without_nulls(one if isinstance(one, Mapping) else one.model_dump())
+
+
+def _without_nulls(value: Any) -> Any:
+    """A copy without the null keys that Arrow adds, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def info(row: Row) -> dict[str, Any]:

@@ -65,7 +65,6 @@ def lower(value: object) -> object:
 Bool = Annotated[bool, BeforeValidator(boolean_word)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
 Text = str
-RepoId = Annotated[str, Field(pattern=r"^([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)?$")]
 
 
 # --- declaration ----------------------------------------------------------------------------------
@@ -244,7 +243,7 @@ def _variables(table: type[BaseSettings], knobs: Iterable[Knob], env: Mapping[st
 
 def accepts(field: FieldInfo, text: str) -> bool:
     """Whether `text` is a valid value of `field`."""
-    kind: Any = Annotated[field.annotation, field, *field.metadata]
+    kind: Any = Annotated[field.annotation, Field(), *field.metadata]
     try:
         TypeAdapter(kind).validate_python(text)
     except ValidationError:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import recipe
 from job import knobs
+from job.environment import Environment
 from job.settings import Identity, Settings, SettingsError
 from spec import JobSpec
 
@@ -59,11 +60,22 @@ def check_job(settings: Settings) -> None:
         raise SettingsError(
             "JobSpec environment.id is empty: no environment specified; name one, such as 'owner/name'"
         )
-    if spec.model_policy == "catalog" and spec.model.partition("@")[0] not in recipe.CATALOG:
+    if spec.model_policy == "catalog":
+        check_catalog(spec)
+
+
+def check_catalog(spec: JobSpec) -> None:
+    entry = recipe.CATALOG.get(spec.model.partition("@")[0])
+    if entry is None:
         raise SettingsError(
             f"JobSpec model={spec.model!r}: not in the catalog ({', '.join(recipe.CATALOG)}); use one"
             " of these or set"
             " model_policy to 'allow'"
+        )
+    if spec.algorithm not in entry.algorithms:
+        raise SettingsError(
+            f"JobSpec algorithm={spec.algorithm!r}: the catalog has {entry.model_id} for"
+            f" {', '.join(entry.algorithms)} only; use that or set model_policy to 'allow'"
         )
 
 
@@ -89,11 +101,11 @@ def check_weights(settings: Settings) -> None:
 def check_not_yet(settings: Settings) -> None:
     """Refuse what the contract names and this version does not do, rather than ignore it."""
     unsupported = {
+        f"WORLD_SIZE={settings.processes}": settings.processes > 1,
         f"AUTOSLM_QUANT={settings.quant}": settings.quant != "bf16",
         f"AUTOSLM_EVAL_EVERY_STEPS={settings.eval_every_steps}": settings.eval_every_steps > 0,
         "AUTOSLM_MERGE=on": settings.merge,
         f"AUTOSLM_REPORT_TO={','.join(settings.report_to)}": bool(settings.report_to),
-        f"JobSpec train.init_from_adapter={settings.init_from_adapter!r}": bool(settings.init_from_adapter),
     }
     for what, asked in unsupported.items():
         if asked:
@@ -130,6 +142,33 @@ def check_rl(settings: Settings) -> None:
         raise SettingsError(
             "RL_ADAPTER_SYNC=merge: merging would destroy 4-bit weights; use RL_ADAPTER_SYNC=adapter"
             " or RL_USE_VLLM=0"
+        )
+
+
+def fit_context(settings: Settings, context_length: int) -> Settings:
+    """Settings whose engine is no longer than the model's context; SettingsError when that leaves no room."""
+    if settings.rl_vllm_max_len <= context_length:
+        return settings
+    if settings.origins.get("RL_VLLM_MAX_LEN") == "variable":
+        raise SettingsError(
+            f"RL_VLLM_MAX_LEN={settings.rl_vllm_max_len}: the model's context is {context_length} tokens;"
+            " lower it"
+        )
+    if context_length <= settings.rl_max_completion:
+        raise SettingsError(
+            f"RL_MAX_COMPLETION={settings.rl_max_completion}: the model's context is {context_length} tokens,"
+            " prompt included; lower it (or train.max_tokens)"
+        )
+    log.info("engine length: %d tokens, the model's context", context_length)
+    return settings.model_copy(update={"rl_vllm_max_len": context_length})
+
+
+def check_rollout(settings: Settings, env: Environment) -> None:
+    """Refuse an environment whose conversations this version cannot roll out."""
+    if env.multi_turn:
+        raise SettingsError(
+            f"JobSpec environment.id={env.id!r}: a conversation or tool environment, which GRPO does not"
+            " support in this version of the worker; use a single-turn environment"
         )
 
 

@@ -14,8 +14,8 @@ from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDi
 
 import recipe
 from job import knobs
-from job.knobs import Bool, Float, RepoId, SettingsError, Text, knob
-from spec import JobSpec
+from job.knobs import Bool, Float, SettingsError, Text, knob
+from spec import JobSpec, RepoId
 
 MODES = ("sft", "rl")
 SEED_LIMIT = 2**32
@@ -31,8 +31,9 @@ class Identity(BaseSettings):
     """Which run this is and where its files go: all that is needed to report a failure."""
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
-        frozen=True, extra="ignore", arbitrary_types_allowed=True, protected_namespaces=()
-    )
+        frozen=True, extra="ignore", arbitrary_types_allowed=True, protected_namespaces=(),
+        validate_default=False,  # `check_names` judges the seed: it can say where it is from
+    )  # fmt: skip
 
     spec: JobSpec | None = Field(default=None, exclude=True)
     origins: dict[str, str] = Field(default_factory=dict, exclude=True)
@@ -132,32 +133,36 @@ def read_spec(env: Mapping[str, str]) -> JobSpec | None:
     """Return the JobSpec of AUTOSLM_JOB_SPEC_JSON, else of the file AUTOSLM_JOB_SPEC_PATH, else None."""
     text = env.get("AUTOSLM_JOB_SPEC_JSON", "").strip()
     path = Path(env.get("AUTOSLM_JOB_SPEC_PATH", "").strip())
-    if not text and path.is_file():
-        try:
+    try:
+        if not text and path.is_file():
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"AUTOSLM_JOB_SPEC_PATH={str(path)!r}: cannot be read ({error})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"AUTOSLM_JOB_SPEC_PATH={str(path)[:80]!r}: cannot be read ({error})") from error
     return JobSpec.from_json(text) if text else None
 
 
 def _fallback(env: Mapping[str, str], spec: JobSpec | None) -> Identity:
-    usable = dict(env)
-    for one in knobs.declared(Identity):
-        text = env.get(one.name, "").strip()
-        if text and not knobs.accepts(Identity.model_fields[one.field], text):
-            del usable[one.name]
-    identity = Identity.read(usable, spec)
-    as_given = {
-        "phase": env.get("PHASE") or env.get("RUN_MODE"),
-        "run_id": env.get("RUN_ID"),
-        "seed": env.get("SEED"),
+    def given(name: str) -> str:
+        return env.get(name, "").strip()
+
+    fields = {one.name: Identity.model_fields[one.field] for one in knobs.declared(Identity)}
+    wrong = [name for name, field in fields.items() if given(name) and not knobs.accepts(field, given(name))]
+    identity = Identity.read({name: text for name, text in env.items() if name not in wrong}, spec)
+    mode = "" if spec else given("RUN_MODE")
+    safe = {
+        "phase": _safe(given("PHASE") or mode or identity.phase),
+        "run_id": _safe(given("RUN_ID") or identity.run_id),
+        "seed": _file_name_characters(given("SEED")) if "SEED" in wrong else identity.seed,
     }
-    safe = {name: _safe((text or "").strip() or getattr(identity, name)) for name, text in as_given.items()}
     return identity.model_copy(update=safe)
 
 
-def _safe(value: object) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", str(value)).lstrip(".-")[:128] or "_"
+def _safe(name: str) -> str:
+    return _file_name_characters(name).lstrip(".-") or "_"
+
+
+def _file_name_characters(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text)[:128]
 
 
 class Settings(Identity):
@@ -178,6 +183,7 @@ class Settings(Identity):
     device: Annotated[Literal["cuda", "cpu"], BeforeValidator(knobs.lower)] = knob(
         "AUTOSLM_DEVICE", "cpu: float32, eager vLLM, no GPU wait", "cuda"
     )
+    processes: int = knob("WORLD_SIZE", "processes of the run, set by `accelerate launch`", 1, ge=1)
     quant: Annotated[Literal["bf16", "4bit-qlora"], BeforeValidator(knobs.lower)] = knob(
         "AUTOSLM_QUANT", "weights' precision", "bf16", catalog="quant", shown="catalog, else bf16"
     )
@@ -269,7 +275,7 @@ class Settings(Identity):
     )  # fmt: skip
     rl_vllm_max_len: int = knob(
         "RL_VLLM_MAX_LEN", "engine length, tokens",
-        lambda data: max(1024, recipe.RL.max_prompt_length + data["rl_max_completion"]),
+        lambda data: recipe.engine_length(recipe.RL.max_prompt_length, data["rl_max_completion"]),
         mode="rl", shown="max(1024, 2048 + completion)", ge=1,
     )  # fmt: skip
     rl_vllm_gpu_util: float | None = knob(

@@ -11,6 +11,7 @@ from job.settings import Settings, SettingsError
 log = logging.getLogger(__name__)
 
 IGNORED_FILES = ["*.pth", "*.gguf", "original/*", "*.onnx", "*.msgpack", "*.h5"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MULTIMODAL_TYPES = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_6"})
 # A text-only engine rejects an adapter on any of these. A pattern, as peft's list form only matches suffixes.
 EXCLUDED_MODULES = r"(.*\.)?(visual|vision_tower|multi_modal_projector|mtp)(\..*)?"
@@ -36,6 +37,12 @@ class WeightsPlan:
     dtype: str
     model_type: str
     vocab_size: int
+    context_length: int
+    kv_bytes_per_token: int
+
+    @property
+    def is_multimodal(self) -> bool:
+        return self.model_type in MULTIMODAL_TYPES
 
     @property
     def is_local(self) -> bool:
@@ -55,7 +62,7 @@ class WeightsPlan:
             lora_alpha=settings.lora_alpha,
             lora_dropout=0.0,
             target_modules=targets if isinstance(targets, str) else list(targets),
-            exclude_modules=EXCLUDED_MODULES if self.model_type in MULTIMODAL_TYPES else None,
+            exclude_modules=EXCLUDED_MODULES if self.is_multimodal else None,
             task_type="CAUSAL_LM",
         )
 
@@ -68,16 +75,27 @@ def plan_weights(settings: Settings) -> WeightsPlan:
     commit = base_commit if source == base else _commit(settings, source, None)
     config = _config(source, commit)
     text = config.get_text_config()
+    dtype = "float32" if settings.device == "cpu" else "bfloat16"
     return WeightsPlan(
         base=base,
         source=source,
         revision=revision or None,
         commit=commit,
         base_commit=base_commit,
-        dtype="float32" if settings.device == "cpu" else "bfloat16",
+        dtype=dtype,
         model_type=config.model_type,
         vocab_size=text.vocab_size,
+        context_length=text.max_position_embeddings,
+        kv_bytes_per_token=_kv_bytes_per_token(text, DTYPE_BYTES[dtype]),
     )
+
+
+def _kv_bytes_per_token(config: Any, dtype_bytes: int) -> int:
+    """Keys and values of one token in every layer; an upper bound where some layers keep none."""
+    facts = config.to_dict()
+    heads = facts.get("num_key_value_heads") or config.num_attention_heads
+    head_size = facts.get("head_dim") or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_size * dtype_bytes
 
 
 def _commit(settings: Settings, repo: str, revision: str | None) -> str | None:

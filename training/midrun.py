@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from delivery.publisher import Publisher
+from training.rewards import SCORE, Tally
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +27,10 @@ def as_callback(listener: type, *args: Any) -> Any:
     return type(listener.__name__, (listener, TrainerCallback), {})(*args)
 
 
-class Progress:
-    """A beat at every trainer log, and the counter that pings watch while training."""
+class MicroSteps:
+    """Counts forward and backward passes: what pings watch while training."""
 
-    def __init__(self, publisher: Publisher, stage: str):
-        self.publisher, self.stage, self.micro_steps = publisher, stage, 0
+    micro_steps = 0
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.micro_steps += 1
@@ -38,9 +38,39 @@ class Progress:
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.micro_steps += 1
 
+
+class Losses(MicroSteps):
+    """A beat at every log with a loss."""
+
+    def __init__(self, publisher: Publisher):
+        self.publisher = publisher
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs:
-            self.publisher.beat(self.stage, step=state.global_step, loss=logs["loss"])
+            self.publisher.beat("sft_step", step=state.global_step, loss=logs["loss"])
+
+
+class Rewards(MicroSteps):
+    """The history of mean rewards, and a beat at each."""
+
+    def __init__(self, publisher: Publisher, tally: Tally):
+        self.publisher, self.tally, self.history = publisher, tally, list[float]()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        reward = logs.get("reward")
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            return
+        self.history.append(float(reward))
+        self.publisher.beat(
+            "rl_step",
+            step=state.global_step,
+            reward=float(reward),
+            reward_last=self.history[-8:],
+            rewards={
+                name.removeprefix(SCORE): value for name, value in logs.items() if name.startswith(SCORE)
+            },
+            unscorable=self.tally.unscorable,
+        )
 
 
 class GradientGuard:

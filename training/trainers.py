@@ -1,35 +1,53 @@
-"""TRL's trainers, configured from the settings."""
+"""TRL's trainers, configured from the settings, and what they lack.
 
+What they lack is written as mixins: inheriting from TRL's classes here would import torch with this module.
+"""
+
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import recipe
-from job.chat import Row
+from job.chat import Chat, Row
+from job.dataset import Prompts
 from job.settings import Settings
 from job.weights import WeightsPlan
+from training import engine
+from training.rewards import Tally
+
+log = logging.getLogger(__name__)
+
+DISAGREEMENT_NATS = 1.0  # bf16 noise is below 0.1
 
 
 def sft_trainer(
     settings: Settings,
     plan: WeightsPlan,
-    tokenizer: Any,
+    chat: Chat,
     rows: Sequence[Row],
     batch: recipe.Batch,
     callbacks: Sequence[Any],
+    policy: Any = None,
 ) -> Any:
-    """A TRL `SFTTrainer` over rows that are already tokens and labels: TRL neither renders nor cuts them."""
+    """A TRL `SFTTrainer` over rows that are tokens and labels already: TRL neither renders nor cuts them.
+
+    `policy` is a model that has its adapter already, None for a fresh one.
+    """
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
+    arguments = sft_arguments(settings, plan, batch)
+    if policy is not None:
+        arguments["model_init_kwargs"] = None
     columns = {"input_ids": [row.ids for row in rows], "labels": [row.labels for row in rows]}
     trainer = SFTTrainer(
-        model=plan.source,
-        args=SFTConfig(**sft_arguments(settings, plan, batch)),
+        model=plan.source if policy is None else policy,
+        args=SFTConfig(**arguments),
         train_dataset=Dataset.from_dict(columns),
-        processing_class=tokenizer,
-        peft_config=plan.lora_config(settings),
+        processing_class=chat.tokenizer,
+        peft_config=plan.lora_config(settings) if policy is None else None,
         callbacks=list(callbacks),
     )
     return plainly(trainer)
@@ -45,11 +63,34 @@ def sft_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch) ->
         "lr_scheduler_type": "linear",
         "warmup_steps": recipe.SFT.warmup_fraction,  # below 1 it is a fraction of the steps
         "logging_steps": 10,
+        "include_num_input_tokens_seen": "non_padding",
         "max_length": settings.sft_max_length,
         "packing": settings.sft_packing,
         "use_liger_kernel": settings.sft_liger,
         "dataset_kwargs": None if settings.sft_packing else {"skip_prepare_dataset": True},
     }
+
+
+def sft_batch(settings: Settings, plan: WeightsPlan) -> recipe.Batch:
+    """Micro-batch and accumulation, after the logits of one micro-batch have been made to fit."""
+    ceiling = recipe.sft_micro_ceiling(
+        settings.sft_per_device_bs, settings.sft_max_length, plan.vocab_size, recipe.SFT_LOGITS_BUDGET_BYTES
+    )
+    return recipe.sft_batch(settings.sft_batch_size, ceiling)
+
+
+def rl_batch(settings: Settings, plan: WeightsPlan, prompts: int) -> recipe.Batch:
+    """Micro-batch in completions and accumulation; no more prompts a step than there are."""
+    if settings.rl_prompts_per_step > prompts:
+        log.warning(
+            "RL_PROMPTS_PER_STEP=%d: only %d prompts are left, using these",
+            settings.rl_prompts_per_step,
+            prompts,
+        )
+    ceiling = settings.rl_per_device_prompts or recipe.grpo_completions_ceiling(
+        settings.thinking, settings.rl_max_completion, plan.vocab_size
+    )
+    return recipe.grpo_batch(min(settings.rl_prompts_per_step, prompts), settings.rl_group_size, ceiling)
 
 
 def common_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch) -> dict[str, Any]:
@@ -63,16 +104,164 @@ def common_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch)
         "save_total_limit": 1,
         "save_only_model": False,
         "seed": settings.seed,
-        "bf16": on_gpu,
+        "bf16": plan.dtype == "bfloat16",
         "use_cpu": not on_gpu,
         "gradient_checkpointing": on_gpu,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if on_gpu else None,
         "model_init_kwargs": model_init_kwargs(settings, plan),
         "report_to": [],
-        "include_num_input_tokens_seen": "non_padding",
         "logging_nan_inf_filter": False,  # it would log the mean of earlier losses instead of the NaN
         "disable_tqdm": not sys.stderr.isatty(),
     }
+
+
+def grpo_trainer(
+    settings: Settings,
+    plan: WeightsPlan,
+    chat: Chat,
+    prompts: Prompts,
+    batch: recipe.Batch,
+    reward: Any,
+    callbacks: Sequence[Any],
+    policy: Any = None,
+) -> Any:
+    """A TRL `GRPOTrainer` that samples from our engine; `policy` is as for SFT."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    kind = type("PolicyTrainer", (PolicyTrainer, GRPOTrainer), {})
+    arguments = grpo_arguments(settings, plan, batch)
+    if policy is not None:
+        arguments["model_init_kwargs"] = None
+    with engine.in_place_of_trls(engine_options(settings, plan, chat)):
+        trainer = kind(
+            model=plan.source if policy is None else policy,
+            args=GRPOConfig(**arguments),
+            train_dataset=Dataset.from_dict(prompts.columns),
+            processing_class=chat.tokenizer,
+            reward_funcs=reward,
+            peft_config=plan.lora_config(settings) if policy is None else None,
+            callbacks=list(callbacks),
+        )
+    trainer.follow(settings, chat, reward.tally)
+    return plainly(trainer)
+
+
+def grpo_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch) -> dict[str, Any]:
+    """Keyword arguments of `GRPOConfig`."""
+    return {
+        **common_arguments(settings, plan, batch),
+        "max_steps": settings.rl_steps,
+        "learning_rate": settings.learning_rate,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "logging_steps": 1,
+        "num_generations": settings.rl_group_size,
+        "max_completion_length": settings.rl_max_completion,
+        "temperature": settings.temperature,
+        "top_p": recipe.RL.top_p,
+        "beta": settings.kl_penalty_coef,
+        "loss_type": "dr_grpo",
+        "scale_rewards": "none",
+        # a stop string leaves no end-of-turn token, so everything would count as truncated
+        "mask_truncated_completions": not settings.stop_sequences,
+        "generation_kwargs": vllm_stops(settings) if settings.rl_use_vllm else None,
+        "use_vllm": settings.rl_use_vllm,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": settings.rl_vllm_max_len,
+        "vllm_enable_sleep_mode": sleeps(settings),
+        "remove_unused_columns": False,
+    }
+
+
+def vllm_stops(settings: Settings) -> dict[str, Any]:
+    return {"stop": list(settings.stop_sequences)} if settings.stop_sequences else {}
+
+
+def sleeps(settings: Settings) -> bool:
+    return settings.rl_vllm_sleep and settings.device == "cuda"
+
+
+def engine_options(settings: Settings, plan: WeightsPlan, chat: Chat) -> engine.EngineOptions:
+    """How the colocated engine is built."""
+    return engine.EngineOptions(
+        weights=plan.source,
+        revision=plan.commit,
+        tokenizer=plan.base,
+        tokenizer_revision=plan.base_commit,
+        dtype=plan.dtype,
+        sync=settings.rl_adapter_sync,
+        lora_rank=settings.lora_rank,
+        max_length=settings.rl_vllm_max_len,
+        kv_bytes_per_token=plan.kv_bytes_per_token,
+        memory_share=settings.rl_vllm_gpu_util,
+        eager=settings.rl_vllm_eager,
+        sleep=sleeps(settings),
+        text_only=settings.text_only and plan.is_multimodal,
+        stop_ids=tuple(chat.stop_ids),
+        seed=settings.seed,
+    )
+
+
+class PolicyTrainer:
+    """What TRL's GRPO trainer lacks.
+
+    Prompt ids are the worker's own; samples without a reward leave the loss, not only the baseline; centred
+    advantages can be clamped; generated tokens are counted; it is an error when the sampler is not the policy.
+    """
+
+    def follow(self: Any, settings: Settings, chat: Chat, tally: Tally) -> None:
+        """Take what the methods below need; called once, before training."""
+        self.settings, self.chat, self.tally = settings, chat, tally
+        self.eos_token_ids = sorted({*self.eos_token_ids, *chat.stop_ids})
+        if settings.rl_use_vllm:
+            self.vllm_generation.current_step = lambda: self.state.global_step
+        else:
+            self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
+
+    def _tokenize_prompts(self: Any, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        return [self.chat.encode(one) for one in prompts], None, {}
+
+    def _generate_single_turn(self: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.settings.rl_use_vllm:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
+        with engine.seeded(
+            engine.sampler_seed(self.args.seed, self.state.global_step, self.accelerator.process_index)
+        ):
+            ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
+        return [self.chat.cut_at(one, self.settings.stop_sequences) for one in ids], logprobs
+
+    def _generate(self: Any, prompts: list[Any]) -> Any:
+        generated = super()._generate(prompts)  # type: ignore[misc]
+        completion_ids, env_mask = generated[1], generated[2]
+        self.tally.generated_tokens += (
+            sum(map(len, completion_ids)) if env_mask is None else sum(map(sum, env_mask))
+        )
+        return generated
+
+    def _calculate_rewards(self: Any, inputs: Any, *args: Any) -> Any:
+        rewards = super()._calculate_rewards(inputs, *args)  # type: ignore[misc]
+        first = self.accelerator.process_index * len(inputs)
+        self.unscorable = rewards.isnan().all(dim=1)[first : first + len(inputs)]
+        return rewards
+
+    def _generate_and_score_completions(self: Any, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        self._check_sampler()
+        batch["completion_mask"] = batch["completion_mask"] * ~self.unscorable.unsqueeze(1)
+        if self.settings.advantage_clip:
+            batch["advantages"] = batch["advantages"].clamp(
+                -self.settings.advantage_clip, self.settings.advantage_clip
+            )
+        return batch
+
+    def _check_sampler(self: Any) -> None:
+        gaps = self._metrics["train"]["sampling/sampling_logp_difference/mean"]
+        if gaps and gaps[-1] > DISAGREEMENT_NATS:
+            raise engine.EngineProblem(
+                f"sampler and trainer disagree by {gaps[-1]:.2f} nats a token: the engine does not run the"
+                " policy (RL_ADAPTER_SYNC)"
+            )
 
 
 def model_init_kwargs(settings: Settings, plan: WeightsPlan) -> dict[str, Any]:
@@ -93,6 +282,6 @@ def save_adapter(trainer: Any, tokenizer: Any, plan: WeightsPlan, folder: Path) 
     """Write the adapter, naming the base model as the user did, and the tokenizer."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     for config in model.peft_config.values():
-        config.base_model_name_or_path = plan.source
-    model.save_pretrained(folder, selected_adapters=["default"])
+        config.base_model_name_or_path = plan.base
+    model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
     tokenizer.save_pretrained(folder)

@@ -1,0 +1,265 @@
+"""The demo, `make demo`: a base model, an adapter trained by the worker, and what the adapter learned.
+
+`DEMO_MODEL=<Hub id or folder>` trains a real model for a few steps instead of the tiny one built here;
+`DEMO_DIR` names the folder for everything written (default `demo-out`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tiny_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent
+RUN_ID, SEED = "demo", "0"
+# Set in the caller's shell, these would send the run, or its result, somewhere else.
+NOT_INHERITED = ("AUTOSLM_JOB_SPEC_JSON", "HF_REPO", "PHASE")
+# A real model is trained on a few gentle steps, which a laptop can do.
+REAL_MODEL_TRAIN = {"batch_size": 8, "epochs": 1, "learning_rate": 2e-4}
+REAL_MODEL_STEPS = "30"
+SHOWN_QUESTIONS = 6
+ANSWER_TOKENS = 16
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Where the demo writes, on which model, and how many held-out questions it asks."""
+
+    folder: Path
+    model: str
+    is_tiny: bool
+    questions: int
+
+    @classmethod
+    def from_env(cls) -> Demo:
+        """The demo the shell asks for: the tiny model unless `DEMO_MODEL` names another."""
+        folder = Path(os.environ.get("DEMO_DIR") or REPOSITORY / "demo-out").resolve()
+        named = os.environ.get("DEMO_MODEL", "")
+        if not named:
+            return cls(folder, str(folder / "model"), is_tiny=True, questions=100)
+        model = str(Path(named).resolve()) if Path(named).is_dir() else named
+        return cls(folder, model, is_tiny=False, questions=20)
+
+    def prefix(self, mode: str) -> Path:
+        """The folder where the worker's store keeps what a run of this mode leaves."""
+        return self.folder / "artifacts" / mode / RUN_ID / f"seed{SEED}"
+
+
+def main() -> None:
+    """Run the stages in order and report."""
+    demo = Demo.from_env()
+    prepare_folder(demo)
+    build_model(demo)
+    result = sft_stage(demo)
+    write_result(demo, result)
+
+
+def sft_stage(demo: Demo) -> dict[str, Any]:
+    """Train on sums, ask held-out ones, print and return what came of it."""
+    spec = write_spec(demo, "sft")
+    beats = run_worker(demo, "sft", spec)
+    adapter = demo.prefix("sft") / "adapter"
+    rows = held_out_rows(spec, demo.questions)
+    base, tuned = ask_base_and_adapter(demo.model, adapter, rows)
+    losses = [beat["loss"] for beat in beats if beat["stage"] == "sft_step" and beat.get("loss") is not None]
+    result = {
+        "model": demo.model,
+        "artifacts": str(demo.prefix("sft")),
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "questions": len(rows),
+        "base_exact_match": exact_match(rows, base),
+        "adapter_exact_match": exact_match(rows, tuned),
+    }
+    print_sft(result, rows, base, tuned)
+    return result
+
+
+def prepare_folder(demo: Demo) -> None:
+    """Remove what an earlier demo wrote, and nothing else the folder may hold."""
+    for name in ("model", "work", "artifacts"):
+        shutil.rmtree(demo.folder / name, ignore_errors=True)
+    for path in demo.folder.glob("*.json"):
+        path.unlink()
+    demo.folder.mkdir(parents=True, exist_ok=True)
+
+
+def build_model(demo: Demo) -> None:
+    """Build the tiny base model, unless the demo runs on a real one."""
+    if demo.is_tiny:
+        say("building a tiny base model (about half a minute) ...")
+        tiny_model.build(Path(demo.model))
+
+
+def write_spec(demo: Demo, mode: str) -> Path:
+    """The ready JobSpec of this folder with the demo's model in it."""
+    spec = json.loads((HERE / f"{mode}.json").read_text())
+    spec["model"] = demo.model
+    if not demo.is_tiny:
+        spec["train"].update(REAL_MODEL_TRAIN)
+    path = demo.folder / f"{mode}.json"
+    path.write_text(json.dumps(spec, indent=2, sort_keys=True) + "\n")
+    return path
+
+
+def run_worker(demo: Demo, mode: str, spec: Path) -> list[dict[str, Any]]:
+    """Run `worker.py` with its output shown, and return its heartbeats; leave with one line if it failed."""
+    say(f"python worker.py with RUN_MODE={mode} and {shown(spec)} ...")
+    beats = []
+    with subprocess.Popen(
+        [sys.executable, "worker.py"],
+        cwd=REPOSITORY,
+        env=worker_env(demo, mode, spec),
+        stdout=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as worker:
+        for line in worker.stdout or ():
+            if line.startswith("HEARTBEAT "):
+                beats.append(json.loads(line.removeprefix("HEARTBEAT ")))
+            else:
+                print(line, end="", flush=True)
+    if worker.returncode != 0:
+        errors = [beat.get("error", "") for beat in beats if beat["stage"] == f"error_{mode}"]
+        reason = " ".join(str(errors[-1]).split()) if errors else f"see {shown(demo.folder / 'work')}"
+        sys.exit(f"demo: the {mode} worker failed (exit code {worker.returncode}): {reason}")
+    return beats
+
+
+def worker_env(demo: Demo, mode: str, spec: Path) -> dict[str, str]:
+    """The shell's variables with the demo's own on top."""
+    inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    defaults = {"AUTOSLM_DEVICE": "cpu"}
+    if demo.is_tiny:
+        # One micro-batch a step; more threads than one only wait for each other at this size.
+        defaults |= {"SFT_PER_DEVICE_BS": "32", "OMP_NUM_THREADS": "1"}
+    else:
+        defaults |= {"SFT_MAX_STEPS": REAL_MODEL_STEPS}
+    python_path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return (
+        defaults
+        | inherited
+        | {
+            "RUN_MODE": mode,
+            "RUN_ID": RUN_ID,
+            "SEED": SEED,
+            "AUTOSLM_JOB_SPEC_PATH": str(spec),
+            "AUTOSLM_WORK_DIR": str(demo.folder / "work"),
+            "AUTOSLM_STORE_DIR": str(demo.folder / "artifacts"),
+            "PYTHONPATH": os.pathsep.join(python_path),
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
+
+
+def held_out_rows(spec: Path, limit: int) -> list[Row]:
+    """The first held-out rows of the environment, loaded as the worker loads it."""
+    import verifiers as vf
+
+    environment = json.loads(spec.read_text())["environment"]
+    return vf.load_environment(environment["id"], **environment["params"]).get_eval_dataset(n=limit).to_list()
+
+
+def ask_base_and_adapter(model_id: str, adapter: Path, rows: list[Row]) -> tuple[list[str], list[str]]:
+    """The base model's replies, and those of the same model with the adapter on it."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    say(f"asking {len(rows)} held-out questions, without and with the adapter ...")
+    device = os.environ.get("AUTOSLM_DEVICE") or "cpu"
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(model_id, padding_side="left")
+    base = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype).to(device).eval()
+    base_replies = ask(base, tokenizer, rows)
+    tuned = PeftModel.from_pretrained(base, str(adapter)).eval()
+    return base_replies, ask(tuned, tokenizer, rows)
+
+
+def ask(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], batch_size: int = 50
+) -> list[str]:
+    """Greedy replies, in the order of the rows."""
+    import torch
+
+    replies = []
+    for start in range(0, len(rows), batch_size):
+        batch = tokenizer.apply_chat_template(
+            [row["prompt"] for row in rows[start : start + batch_size]],
+            add_generation_prompt=True,
+            enable_thinking=False,
+            padding=True,
+            return_dict=True,
+            return_tensors="pt",
+        ).to(model.device)
+        with torch.inference_mode():
+            output = model.generate(
+                **batch,
+                max_new_tokens=ANSWER_TOKENS,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+            )
+        replies += tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return replies
+
+
+def exact_match(rows: list[Row], replies: list[str]) -> float:
+    """The share of replies that are the answer and nothing else."""
+    return sum(reply.strip() == row["answer"] for row, reply in zip(rows, replies, strict=True)) / len(rows)
+
+
+def print_sft(result: dict[str, Any], rows: list[Row], base: list[str], tuned: list[str]) -> None:
+    """The figures, and a few held-out questions with both answers."""
+    print()
+    print(f"  artifacts     {shown(Path(result['artifacts']))}")
+    if result["last_loss"] is not None:
+        print(f"  loss          {result['first_loss']:.3f} -> {result['last_loss']:.3f}")
+    print(f"  exact match   base         {result['base_exact_match']:4.0%}")
+    print(f"                with adapter {result['adapter_exact_match']:4.0%}")
+    print(f"                ({result['questions']} held-out questions, greedy)")
+    print()
+    print(f"  {'held-out question':<20}{'answer':<9}{'base':<22}{'base + adapter':<22}")
+    for row, before, after in list(zip(rows, base, tuned, strict=True))[:SHOWN_QUESTIONS]:
+        print(f"  {row['question']:<20}{row['answer']:<9}{cell(before):<22}{cell(after):<22}".rstrip())
+
+
+def cell(text: str, width: int = 20) -> str:
+    """A reply as one short line of ASCII."""
+    line = " ".join(text.split()).encode("ascii", "replace").decode()
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def write_result(demo: Demo, result: dict[str, Any]) -> None:
+    """`result.json`, for machines."""
+    path = demo.folder / "result.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"\n  {shown(path)} holds these figures.")
+
+
+def shown(path: Path) -> str:
+    """A path as people read it: relative where that is shorter."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def say(line: str) -> None:
+    """One line that tells which stage begins."""
+    print(f"demo: {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""TRL's reward function: sampled token ids in, the environment's rewards out."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import recipe
+from job.chat import Chat, split_thinking
+from job.dataset import Prompts
+from job.scoring import Reply, Score, Scorer
+from job.settings import Settings
+
+log = logging.getLogger(__name__)
+
+SCORE = "score/"  # prefix of the means of single reward functions in the trainer's log
+HOPELESS_BATCHES = 3
+
+
+class NothingScored(RuntimeError):
+    """The reward functions failed on every sample."""
+
+
+@dataclass
+class Tally:
+    """What was generated and scored over a run."""
+
+    generated_tokens: int = 0
+    scored: int = 0
+    unscorable: int = 0
+    batches: int = 0
+    problems: Counter[str] = field(default_factory=Counter)
+
+    def check(self) -> None:
+        """Raise NothingScored when no sample of the run so far has a reward."""
+        if self.unscorable and not self.scored:
+            problem, count = self.problems.most_common(1)[0]
+            raise NothingScored(
+                f"none of {self.unscorable} samples could be scored, {count} of them because of: {problem}"
+            )
+
+
+class EnvironmentReward:
+    """Scores the completions of a generation batch, group by group."""
+
+    __name__ = "environment"
+
+    def __init__(self, settings: Settings, chat: Chat, prompts: Prompts, scorer: Scorer, tally: Tally):
+        self.settings, self.chat, self.prompts, self.scorer, self.tally = (
+            settings,
+            chat,
+            prompts,
+            scorer,
+            tally,
+        )
+
+    def __call__(
+        self,
+        completion_ids: Sequence[Sequence[int]],
+        row: Sequence[int],
+        log_metric: Callable[[str, float], None],
+        **_: Any,
+    ) -> list[float | None]:
+        """One reward per completion, None where it could not be scored.
+
+        `row` is the index of each completion's prompt; the samples of a prompt stand side by side.
+        """
+        replies = [
+            self._reply(ids, self.prompts.texts[index])
+            for ids, index in zip(completion_ids, row, strict=True)
+        ]
+        groups, size = [], self.settings.rl_group_size
+        for start in range(0, len(replies), size):
+            indices = set(row[start : start + size])
+            if len(indices) != 1:
+                raise RuntimeError(
+                    f"completions {start} to {start + size} belong to the rows {sorted(indices)}, not to one"
+                )
+            groups.append(
+                (self.prompts.rows[indices.pop()], [one for one, _ in replies[start : start + size]])
+            )
+        scores = [one for group in self.scorer.score(groups) for one in group]
+        self._count(scores, log_metric)
+        return [
+            None if one.reward is None else one.reward - self._penalty(reasoning)
+            for one, (_, reasoning) in zip(scores, replies, strict=True)
+        ]
+
+    def _reply(self, ids: Sequence[int], prompt: str) -> tuple[Reply, str]:
+        """A completion as the environment is to see it, and its reasoning."""
+        text = self.chat.reply_text(ids)
+        for stop in self.settings.stop_sequences:
+            text = text.partition(stop)[0]
+        cut_off = len(ids) >= self.settings.rl_max_completion and ids[-1] not in self.chat.stop_ids
+        if not self.settings.thinking:
+            return Reply(text, truncated=cut_off), ""
+        thought = split_thinking(text, self.chat.opens_thinking(prompt))
+        return Reply(thought.answer or "", thought.reasoning, cut_off), thought.reasoning
+
+    def _penalty(self, reasoning: str) -> float:
+        coefficient = self.settings.thinking_length_penalty_coef
+        return coefficient * len(self.chat.encode(reasoning)) if coefficient and reasoning else 0.0
+
+    def _count(self, scores: Sequence[Score], log_metric: Callable[[str, float], None]) -> None:
+        failed = [one for one in scores if one.reward is None]
+        self.tally.unscorable += len(failed)
+        self.tally.scored += len(scores) - len(failed)
+        self.tally.batches += 1
+        self.tally.problems.update(one.problem[:200] for one in failed)
+        if failed:
+            log.warning(
+                "%d of %d samples could not be scored: %s", len(failed), len(scores), failed[0].problem
+            )
+        if self.tally.batches >= HOPELESS_BATCHES:
+            self.tally.check()
+        named: dict[str, list[float]] = {}
+        for one in scores:
+            if one.reward is not None:
+                for name, value in one.metrics.items():
+                    named.setdefault(name, []).append(value)
+        for name, values in named.items():
+            log_metric(f"{SCORE}{name}", sum(values) / len(values))
+
+
+def check(settings: Settings, steps_made: int, history: Sequence[float], tally: Tally) -> None:
+    """Refuse a run that stopped early, or whose samples never had a reward."""
+    tally.check()
+    if not history:
+        raise NothingScored("no step of the run has a reward")
+    if steps_made < settings.rl_steps:
+        raise RuntimeError(f"training ended after {steps_made} of {settings.rl_steps} steps")
+
+
+def notes(settings: Settings, batch: recipe.Batch, history: Sequence[float], tally: Tally) -> dict[str, Any]:
+    """What metrics.json says of a GRPO run."""
+    return {
+        "steps": settings.rl_steps,
+        "reward_history": list(history),
+        "gen_tokens_is_upper_bound": False,
+        "max_completion_len": settings.rl_max_completion,
+        "prompts_per_step": batch.sequences // settings.rl_group_size,
+        "generations_per_step": batch.sequences,
+        "group_size": settings.rl_group_size,
+        "per_device_train_batch_size": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
+        "unscorable": tally.unscorable,
+        "rollout_errors": dict(tally.problems),
+        "grpo_recipe": {
+            "lr_scheduler": "constant",
+            "beta": settings.kl_penalty_coef,
+            "scale_rewards": "none",
+            "loss_type": "dr_grpo",
+            "temperature": settings.temperature,
+            "advantage_clip": settings.advantage_clip,
+            "thinking_length_penalty_coef": settings.thinking_length_penalty_coef,
+            "init_from_adapter": settings.init_from_adapter,
+        },
+    }

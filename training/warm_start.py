@@ -1,0 +1,99 @@
+"""An adapter that a run goes on from: fetched, loaded as the trainable one, and proven to be what it says.
+
+Anything wrong with it is an error: a run that quietly began from the base would be paid for, worth nothing.
+"""
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from delivery.store import Store, open_store
+from job.settings import Settings, SettingsError
+from job.weights import WeightsPlan
+
+log = logging.getLogger(__name__)
+
+SOURCE = re.compile(r"(?:(?P<repo>[\w.-]+/[\w.-]+):)?(?P<prefix>[\w-][\w.-]*(?:/[\w-][\w.-]*)*)")
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+class AdapterProblem(ValueError):
+    """An adapter that cannot be gone on from."""
+
+
+def adapter_store(settings: Settings) -> Store | None:
+    """The store that holds the adapter of `train.init_from_adapter`, None when the run starts afresh."""
+    text = settings.init_from_adapter
+    if not text:
+        return None
+    parts = SOURCE.fullmatch(text)
+    if parts is None:
+        raise SettingsError(
+            f"JobSpec train.init_from_adapter={text!r}: must be a prefix in the store, such as"
+            " 'sft/my-run/seed0', or 'owner/repo:prefix'"
+        )
+    repo = parts["repo"] or settings.hf_repo
+    return open_store(repo, settings.store_dir, parts["prefix"], settings.token, settings.endpoint)
+
+
+def fetch(settings: Settings) -> Path | None:
+    """Bring the adapter's files into the work folder; AdapterProblem when config or weights are missing."""
+    store = adapter_store(settings)
+    if store is None:
+        return None
+    names = store.list("adapter")
+    missing = [name for name in (CONFIG, WEIGHTS) if f"adapter/{name}" not in names]
+    if missing:
+        raise _problem(settings, f"{store.location}/adapter has no {' and no '.join(missing)}")
+    folder = settings.work_dir / "evdl"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in (CONFIG, WEIGHTS):
+        (folder / name).write_bytes(store.read(f"adapter/{name}"))
+    return folder
+
+
+def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
+    """Return the base model with the adapter as its one trainable part, proven to be really there."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import load_file
+    from trl.trainer.utils import create_model_from_path
+
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    base_id, rank = config.get("base_model_name_or_path") or "", config.get("r")
+    if base_id != plan.base and not plan.is_local and not Path(base_id).exists():
+        raise _problem(settings, f"it was trained on {base_id!r}, this run's model is {plan.base!r}")
+    if rank != settings.lora_rank:
+        raise _problem(
+            settings, f"its rank is {rank}, train.lora_rank is {settings.lora_rank}; make them equal"
+        )
+    saved = load_file(folder / WEIGHTS)
+    wrong = [name for name, tensor in saved.items() if "lora_A" in name and tensor.shape[0] != rank]
+    if wrong:
+        raise _problem(
+            settings, f"its config says rank {rank}, but {wrong[0]} has rank {saved[wrong[0]].shape[0]}"
+        )
+    try:
+        base = create_model_from_path(plan.source, **plan.model_init_kwargs())
+        model = PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+    except (RuntimeError, ValueError) as error:
+        raise _problem(
+            settings, f"it does not fit {plan.base}: {' '.join(str(error).split())[:300]}"
+        ) from error
+    loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
+    unmatched = set(saved) ^ set(loaded)
+    if unmatched or not loaded:
+        raise _problem(
+            settings, f"{len(unmatched)} of its tensors match nothing in {plan.base}, one is {min(unmatched)}"
+        )
+    if not any(tensor.any() for name, tensor in loaded.items() if "lora_B" in name):
+        raise _problem(settings, "every lora_B in it is zero: it was never trained")
+    log.info("going on from %s, %d tensors", settings.init_from_adapter, len(loaded))
+    return model
+
+
+def _problem(settings: Settings, what: str) -> AdapterProblem:
+    return AdapterProblem(f"JobSpec train.init_from_adapter={settings.init_from_adapter!r}: {what}")
