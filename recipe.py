@@ -16,6 +16,7 @@ FLOAT32_BYTES = 4
 ENGINE_SLACK_TOKENS = 256  # blocks are filled from the start of a sequence
 ENGINE_FREE_SHARE = 0.6  # the rest is for the trainer's activations and logits
 ENGINE_OVERHEAD_BYTES = 2_000_000_000
+ENGINE_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 # --- catalog ------------------------------------------------------------------------------------------------
@@ -193,6 +194,20 @@ def engine_length(max_prompt: int, completion: int) -> int:
 def prompt_budget(engine_length: int, completion: int) -> int:
     """Tokens a prompt may have so that a full completion still fits."""
     return engine_length - completion
+
+
+# --- adapter ------------------------------------------------------------------------------------------------
+
+
+def served_rank(rank: int) -> int:
+    """The smallest rank that vLLM allocates for and that holds `rank`; ValueError above the largest."""
+    for served in ENGINE_LORA_RANKS:
+        if rank <= served:
+            return served
+    raise ValueError(
+        f"JobSpec train.lora_rank={rank}: vLLM serves ranks up to {ENGINE_LORA_RANKS[-1]}; lower it, or set"
+        " RL_ADAPTER_SYNC=merge"
+    )
 
 
 # --- memory -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ the adapter, `metrics.json` and a `DONE` sentinel to a Hugging Face dataset repo
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -24,9 +25,10 @@ from delivery.redaction import redactor
 from delivery.store import Store, StoreError, Unavailable, folder_files, open_store, set_hub_timeouts
 from job import chat, cli, dataset, rules, weights
 from job.environment import Environment, fingerprint
+from job.knobs import secret_values
 from job.scoring import Scorer
-from job.settings import Identity, Settings, identify
-from training import engine, gpu, midrun, rewards, trainers, warm_start
+from job.settings import Identity, Settings, SettingsError, identify
+from training import conversations, engine, gpu, midrun, rewards, trainers, warm_start
 
 log = logging.getLogger("worker")
 
@@ -54,7 +56,7 @@ class Run:
 
     @classmethod
     def begin(cls, identity: Identity) -> "Run":
-        """Clear what an earlier attempt left behind and start the publisher."""
+        """Start the publisher, so that whatever happens next can be told."""
         store = open_store(
             identity.hf_repo, identity.store_dir, identity.prefix, identity.token, identity.endpoint
         )
@@ -67,11 +69,20 @@ class Run:
             min_interval_s=identity.heartbeat_min_s,
             deadline_s=identity.upload_deadline_s,
         )
-        run = cls(identity, store, publisher, redact, attempt)
-        for name in ("metrics.json", "train_meta.json", "DONE"):
-            run.local(name).unlink(missing_ok=True)
         publisher.start()
-        return run
+        return cls(identity, store, publisher, redact, attempt)
+
+    def clear(self) -> None:
+        """Delete what an earlier attempt left; raises SettingsError when the work directory is no good."""
+        folder = self.identity.work_dir
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.json", "train_meta.json", "DONE"):
+                self.local(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise SettingsError(
+                f"AUTOSLM_WORK_DIR={str(folder)!r}: cannot be used: {error.strerror}"
+            ) from error
 
     def local(self, name: str) -> Path:
         return self.identity.work_dir / name
@@ -104,6 +115,7 @@ def main(env: MutableMapping[str, str]) -> None:
     identity, problem = identify(env)
     run = Run.begin(identity)
     try:
+        run.clear()
         if problem is not None:
             raise problem
         if identity.token:
@@ -146,23 +158,18 @@ def run_rl(settings: Settings, run: Run) -> None:
     """Reinforcement learning with GRPO."""
     job = load_job(settings, run)
     settings = rules.fit_context(settings, job.plan.context_length)
-    rules.check_rollout(settings, job.env)
     prepare(settings, run, job)
     talk = chat.Chat(chat.load_tokenizer(job.plan.base, job.plan.base_commit), settings.thinking)
     prompts = dataset.rl_prompts(settings, job.env, talk)
     batch = trainers.rl_batch(settings, job.plan, len(prompts.rows))
-    tally = rewards.Tally()
-    reward = rewards.EnvironmentReward(settings, talk, prompts, Scorer(job.env), tally)
+    tally, scorer = rewards.Tally(), Scorer(job.env)
+    way = conversations.plan(settings, job.env, talk, prompts, scorer, tally)
     job.note(dataset_fingerprint=fingerprint(prompts.rows), prompts_over_budget=prompts.over_budget)
     policy = warm_model(settings, job)
     announce_training(run, job, "rl_train_start")
-    history, guard = (
-        midrun.as_callback(midrun.Rewards, run.publisher, tally),
-        midrun.as_callback(midrun.GradientGuard),
-    )
-    trainer = trainers.grpo_trainer(
-        settings, job.plan, talk, prompts, batch, reward, [history, guard], policy
-    )
+    history = midrun.as_callback(midrun.Rewards, run.publisher, tally)
+    guard = midrun.as_callback(midrun.GradientGuard)
+    trainer = trainers.grpo_trainer(settings, job.plan, talk, prompts, batch, way, [history, guard], policy)
     train(run, job, trainer, history, guard)
     rewards.check(settings, job.step, history.history, tally)
     job.metrics.generated_tokens = tally.generated_tokens
@@ -200,6 +207,8 @@ def prepare(settings: Settings, run: Run, job: Job) -> None:
     """Start the setup clock, wait for the device, bring the weights."""
     run.publisher.beat(f"{settings.mode}_start")
     job.setup_began = time.monotonic()
+    # Of an earlier run in this folder, whose checkpoints rotation would count.
+    shutil.rmtree(settings.output_dir, ignore_errors=True)
     gpu.wait_for_gpu(settings.device)
     with run.publisher.counting("bytes", weights.cache_bytes):
         download_seconds = weights.prefetch(job.plan, settings)
@@ -286,11 +295,15 @@ def report_failure(run: Run, error: BaseException) -> None:
     """Leave the traceback and the reason in the local files and in the store, whatever else fails."""
     mode = run.identity.mode
     run.publisher.stop_pings()
-    run.local("metrics.json").unlink(missing_ok=True)
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     header = f"{now} run {run.identity.prefix}, attempt {run.attempt}\n"
-    content = run.keep(f"error_{mode}.txt", header + "".join(traceback.format_exception(error)))
-    run.publisher.offer(f"error_{mode}.txt", {f"error_{mode}.txt": content})
+    text = header + "".join(traceback.format_exception(error))
+    run.publisher.offer(f"error_{mode}.txt", {f"error_{mode}.txt": run.redact(text).encode()})
+    try:
+        run.local("metrics.json").unlink(missing_ok=True)
+        run.keep(f"error_{mode}.txt", text)
+    except OSError as problem:
+        log.warning("error_%s.txt not written here: %s", mode, problem)
     run.publisher.beat(
         f"error_{mode}",
         error=run.redact(f"{type(error).__name__}: {error}")[:500],
@@ -304,7 +317,7 @@ def report_failure(run: Run, error: BaseException) -> None:
 
 def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
     """Do what the command line asks; returns the exit code."""
-    cli.set_up_logging(env)
+    cli.set_up_logging(env, redactor(secret_values(env)))
     asked = {"--help": cli.print_help, "-h": cli.print_help, "--schema": cli.print_schema}
     try:
         if not arguments:

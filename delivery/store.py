@@ -212,10 +212,17 @@ def _hub_client() -> Any:
     import httpx2
     from huggingface_hub.utils._http import hf_request_event_hook
 
+    timeout = httpx2.Timeout(REQUEST_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+
+    def limit(request: Any) -> None:  # several calls of the library ask for no timeout explicitly
+        asked = request.extensions["timeout"]
+        request.extensions["timeout"] = {
+            phase: seconds if asked[phase] is None else asked[phase]
+            for phase, seconds in timeout.as_dict().items()
+        }
+
     return httpx2.Client(
-        event_hooks={"request": [hf_request_event_hook]},
-        follow_redirects=True,
-        timeout=httpx2.Timeout(REQUEST_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+        event_hooks={"request": [hf_request_event_hook, limit]}, follow_redirects=True, timeout=timeout
     )
 
 

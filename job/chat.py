@@ -4,10 +4,11 @@ What a model is trained on is what generation shows it: every supervised answer 
 prompt rendered with its generation prompt, whatever the template does to a finished conversation.
 """
 
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Chat:
 
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages),
+                [_with_nested_calls(one) for one in messages],
                 tools=list(tools) or None,
                 add_generation_prompt=generate,
                 tokenize=False,
@@ -164,17 +165,44 @@ class Chat:
     def _as_rendered(self, prompt: Sequence[Message], message: Message, tools: Sequence[Any]) -> str:
         """A message as the template writes it, without the header and the end of the turn.
 
-        The header is what a finished text turn has before its text: it may hold an empty think block, or lack the
-        one of the generation prompt.
+        The header is what a finished text turn has before its text: it may hold an empty think block, or lack
+        the one of the generation prompt.
         """
         probe = {"role": "assistant", "content": PROBE_REPLY}
         header, found, _ = self.render([*prompt, probe], tools, generate=False).rpartition(PROBE_REPLY)
         turn = self.render([*prompt, message], tools, generate=False)
-        shared = len(commonprefix([header, turn]))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(header, turn, strict=False))
+        shared = sum(1 for _ in same)
         if not found or header[shared:].strip():
             raise TemplateProblem("the chat template hides where an assistant's tool call begins")
         turn = turn[shared:]
+        lost = [call["name"] for call in map(_function, message["tool_calls"]) if call["name"] not in turn]
+        if lost:
+            raise TemplateProblem(
+                f"the chat template leaves out tool calls ({lost[0]}): use a model whose template writes them"
+            )
         return turn[: turn.rindex(self.end_of_turn)] if self.end_of_turn in turn else turn
+
+
+def _with_nested_calls(message: Message) -> Message:
+    """Tool calls in the shape that templates are written for: below `function`, arguments as an object.
+
+    verifiers keeps them flat, with arguments as JSON text, which many templates refuse or encode once more.
+    """
+    if not message.get("tool_calls"):
+        return message
+    calls = [{"type": "function", **call, "function": _function(call)} for call in message["tool_calls"]]
+    return {**message, "content": message.get("content", ""), "tool_calls": calls}
+
+
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    named = call.get("function", call)
+    arguments = named.get("arguments", {})
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError:
+        log.debug("arguments of %s are no JSON: rendered as they are", named["name"])
+    return {"name": named["name"], "arguments": arguments}
 
 
 def _says_something(message: Message) -> bool:

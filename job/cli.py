@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from textwrap import wrap
 from typing import TextIO
 
@@ -91,7 +91,6 @@ def facts(settings: Settings) -> dict[str, object]:
         kept = f"{counts.kept} of {counts.source} rows"
     else:
         settings = rules.fit_context(settings, plan.context_length)
-        rules.check_rollout(settings, env)
         prompts = dataset.rl_prompts(settings, env, chat)
         lengths = sorted(len(chat.encode(text)) for text in prompts.texts)
         kept = f"{len(lengths)} of {len(lengths) + prompts.over_budget} prompts"
@@ -102,15 +101,23 @@ def facts(settings: Settings) -> dict[str, object]:
     }
 
 
-def set_up_logging(env: Mapping[str, str]) -> None:
+class RedactedFormatter(logging.Formatter):
+    """One log record as a line of text, tracebacks included, with every secret taken out."""
+
+    def __init__(self, redact: Callable[[str], str]):
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+        self.redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self.redact(super().format(record))
+
+
+def set_up_logging(env: Mapping[str, str], redact: Callable[[str], str]) -> None:
     """Log to the terminal's error stream; at debug the libraries' own logs are shown."""
     level = env.get("AUTOSLM_LOG_LEVEL", "").strip().upper()
-    logging.basicConfig(
-        level=level if level in ("DEBUG", "WARNING", "ERROR") else "INFO",
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(RedactedFormatter(redact))
+    logging.basicConfig(level=level if level in ("DEBUG", "WARNING", "ERROR") else "INFO", handlers=[handler])
     if level != "DEBUG":
         for library in QUIET_LIBRARIES:
             logging.getLogger(library).setLevel(logging.WARNING)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
@@ -82,6 +84,15 @@ class Environment:
         """Model turns per conversation; the library's "no limit" becomes 10."""
         turns = self.loaded.max_turns if self.multi_turn else 1
         return turns if turns and turns > 0 else DEFAULT_MAX_TURNS
+
+    def members(self) -> list[Any]:
+        """The environments that play conversations: those of a group, however deep, else the loaded one."""
+
+        def inner(env: Any) -> list[Any]:
+            grouped = vars(env).get("env_map")
+            return [one for member in grouped.values() for one in inner(member)] if grouped else [env]
+
+        return inner(self.loaded)
 
     @property
     def version(self) -> str:
@@ -179,9 +190,11 @@ def _load(reference: str, params: Mapping[str, Any]) -> Any:
         raise EnvironmentProblem(
             f"the package verifiers is missing ({error}); pip install verifiers==0.3.1"
         ) from error
-    name = reference.rpartition("/")[2]
+    name, load = reference.rpartition("/")[2], vf.load_environment
+    # That look-up cut verifiers' logger off (0.3): Python would print its warnings bare, secrets included.
+    logging.getLogger("verifiers").propagate = True
     try:
-        return vf.load_environment(name, **params)
+        return load(name, **params)
     except (ValueError, RuntimeError) as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split())[:300]
@@ -208,8 +221,13 @@ def _rows(getter: Callable[..., Any] | None, seed: int) -> list[Row]:
 
 
 def _message(one: Any) -> Message:
-    """A plain copy of a message."""
-    return _without_nulls(one if isinstance(one, Mapping) else one.model_dump())
+    """A plain copy of a message; raises EnvironmentProblem for anything else."""
+    plain = one.model_dump() if isinstance(one, BaseModel) else one
+    if not isinstance(plain, Mapping) or not isinstance(plain.get("role"), str):
+        raise EnvironmentProblem(
+            f"{repr(one)[:80]} is no message: a list in a row's prompt or target holds messages with a role"
+        )
+    return _without_nulls(plain)
 
 
 def _without_nulls(value: Any) -> Any:

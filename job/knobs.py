@@ -13,11 +13,10 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 import recipe
-from spec import JobSpec
+from spec import BOOLEAN_WORDS, JobSpec
 
 log = logging.getLogger(__name__)
 
-ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "none")
 OURS = ("AUTOSLM_", "RL_", "SFT_")
 LAUNCHER_ONLY = frozenset(
     {"AUTOSLM_ENVS_MANIFEST", "AUTOSLM_WORKER_EXTRA_DEPS", "AUTOSLM_SETUP_GRACE_S", "AUTOSLM_STALL_AFTER_S"}
@@ -38,9 +37,9 @@ def boolean_word(value: object) -> object:
     """Turn a boolean word (any case) into a bool; anything else is left for pydantic to refuse."""
     if isinstance(value, bool):
         return value
-    word = value.strip().lower() if isinstance(value, str) else None
-    if word in ON or word in OFF:
-        return word in ON
+    word = value.strip().lower() if isinstance(value, str) else ""
+    if word in BOOLEAN_WORDS:
+        return BOOLEAN_WORDS[word]
     raise ValueError("must be a boolean word")
 
 
@@ -92,6 +91,10 @@ class Knob:
     @property
     def secret(self) -> bool:
         return bool(SECRET_NAME.search(self.name))
+
+    def shown(self, value: Any) -> str:
+        """A value as it may be logged."""
+        return "***" if self.secret and value else plain(value)
 
 
 def knob(
@@ -168,7 +171,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
     if "pattern" in schema:
         return "owner/name"
     if schema.get("type") == "array":
-        return "comma list"
+        return " of ".join(["comma list", *([_kind(schema["items"])] if "enum" in schema["items"] else [])])
     words = {
         "integer": "whole number",
         "number": "number",

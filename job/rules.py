@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import recipe
 from job import knobs
-from job.environment import Environment
 from job.settings import Identity, Settings, SettingsError
 from spec import JobSpec
 
@@ -138,6 +137,8 @@ def check_rl(settings: Settings) -> None:
             f" {settings.rl_max_completion} (RL_MAX_COMPLETION or train.max_tokens); raise the first"
             " or lower the second"
         )
+    if settings.rl_use_vllm and settings.rl_adapter_sync == "adapter":
+        recipe.served_rank(settings.lora_rank)
     if settings.quant == "4bit-qlora" and settings.rl_use_vllm and settings.rl_adapter_sync == "merge":
         raise SettingsError(
             "RL_ADAPTER_SYNC=merge: merging would destroy 4-bit weights; use RL_ADAPTER_SYNC=adapter"
@@ -161,15 +162,6 @@ def fit_context(settings: Settings, context_length: int) -> Settings:
         )
     log.info("engine length: %d tokens, the model's context", context_length)
     return settings.model_copy(update={"rl_vllm_max_len": context_length})
-
-
-def check_rollout(settings: Settings, env: Environment) -> None:
-    """Refuse an environment whose conversations this version cannot roll out."""
-    if env.multi_turn:
-        raise SettingsError(
-            f"JobSpec environment.id={env.id!r}: a conversation or tool environment, which GRPO does not"
-            " support in this version of the worker; use a single-turn environment"
-        )
 
 
 def warn_ignored(settings: Settings, spec: JobSpec) -> None:

@@ -8,15 +8,19 @@ import asyncio
 import functools
 import inspect
 import logging
+import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from job.environment import Environment, Row, info, rubric_tree
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Problems = dict[str, str]  # what went wrong, by the trajectory it spoils
 
 
 @dataclass(frozen=True)
@@ -64,40 +68,73 @@ class Scorer:
         from verifiers.clients import Client
 
         Client.register(SampledReply)
-        self.env, self.problems = env, dict[str, str]()
+        self.env, self.problems = env, Problems()
         self.has_weighted = False
         for rubric in rubric_tree(env.loaded.rubric):
             self._record(rubric)
         # One loop for the whole run: judges keep connections that die with the loop they were opened on.
         self._loop = asyncio.Runner()
 
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run async work on the loop that the environment's connections belong to."""
+        return self._loop.run(work)
+
     def score(self, groups: Sequence[tuple[Row, Sequence[Reply]]]) -> list[list[Score]]:
-        """Score every group, all at once; one list of scores a group, in order."""
-        return self._loop.run(self._score_all(groups))
+        """Score groups of replies that were sampled already; one list of scores a group, in order."""
+        return self.run(self._score_all(groups))
 
     async def _score_all(self, groups: Sequence[tuple[Row, Sequence[Reply]]]) -> list[list[Score]]:
         return await asyncio.gather(*(self._score_group(row, replies) for row, replies in groups))
 
     async def _score_group(self, row: Row, replies: Sequence[Reply]) -> list[Score]:
-        states = await asyncio.gather(*(self._play(row, one) for one in replies), return_exceptions=True)
-        played = [state for state in states if not isinstance(state, BaseException) and not state["error"]]
-        ratings = [self._rate(played)] if played else []
-        failed = await asyncio.gather(*ratings, return_exceptions=True)
-        return [self._score(state, reply, row, failed) for state, reply in zip(states, replies, strict=True)]
+        played = (self._play(row, one) for one in replies)
+        return await self.rate(row, await asyncio.gather(*played, return_exceptions=True))
+
+    def score_transcripts(
+        self, groups: Sequence[tuple[Row, Sequence[list[dict[str, Any]]]]]
+    ) -> list[list[Score]]:
+        """Score groups of finished conversations, given as the messages that came after the prompt."""
+        return self.run(self._score_all_transcripts(groups))
+
+    async def _score_all_transcripts(
+        self, groups: Sequence[tuple[Row, Sequence[list[dict[str, Any]]]]]
+    ) -> list[list[Score]]:
+        async def one(row: Row, transcripts: Sequence[list[dict[str, Any]]]) -> list[Score]:
+            fresh = (self._finished(row, messages) for messages in transcripts)
+            return await self.rate(row, await asyncio.gather(*fresh, return_exceptions=True))
+
+        return await asyncio.gather(*(one(row, transcripts) for row, transcripts in groups))
+
+    async def _finished(self, row: Row, messages: list[dict[str, Any]]) -> Any:
+        from verifiers.utils.message_utils import normalize_messages
+
+        env = self.env.loaded
+        state = await env.init_state(self.given(row), SampledReply(Reply("")), "policy", {})
+        state["completion"] = normalize_messages(messages)
+        return state
 
     async def _play(self, row: Row, reply: Reply) -> Any:
         """The library's own rollout, whose only model turn is the sampled reply."""
-        given = {**row, "prompt": self.env.prompt(row)}
-        if "info" in row:
-            given["info"] = info(row)
-        return await self.env.loaded.rollout(given, SampledReply(reply), "policy", {})
+        return await self.env.loaded.rollout(self.given(row), SampledReply(reply), "policy", {})
 
-    async def _rate(self, states: list[Any]) -> None:
+    def given(self, row: Row) -> Row:
+        """A row as the library's rollout takes it."""
+        parsed = {"info": info(row)} if "info" in row else {}
+        return {**row, "prompt": self.env.prompt(row), **parsed}
+
+    async def rate(self, row: Row, states: Sequence[Any]) -> list[Score]:
+        """Score the rollouts of one prompt together; a failed one has no reward."""
+        played = [state for state in states if not isinstance(state, BaseException) and not state["error"]]
+        ratings = [self._apply_rubric(played)] if played else []
+        failed = await asyncio.gather(*ratings, return_exceptions=True)
+        return [self._score(row, state, failed) for state in states]
+
+    async def _apply_rubric(self, states: list[Any]) -> None:
         await self.env.loaded.rubric.score_group(states)
         for state in states:
             await self.env.loaded.rubric.cleanup(state)
 
-    def _score(self, state: Any, reply: Reply, row: Row, failed: Sequence[Any]) -> Score:
+    def _score(self, row: Row, state: Any, failed: Sequence[Any]) -> Score:
         errors = [one for one in (state, *failed) if isinstance(one, BaseException)]
         if errors:
             return Score(None, problem=f"{type(errors[0]).__name__}: {errors[0]}")
@@ -107,54 +144,62 @@ class Scorer:
         problem = self.problems.pop(state["trajectory_id"], "")
         if problem:
             return Score(None, metrics, problem)
-        return Score(state["reward"] if self.has_weighted else contains_answer(row, reply.text), metrics)
+        return Score(state["reward"] if self.has_weighted else contains_answer(row, state), metrics)
 
     # --- recorders ---
 
     def _record(self, rubric: Any) -> None:
         for index, (func, weight) in enumerate(zip(rubric.funcs, rubric.weights, strict=True)):
-            if weight:
-                self.has_weighted = True
-                rubric.funcs[index] = (
-                    self._recorded_group(func) if rubric._is_group_func(func) else self._recorded(func)
-                )
+            self.has_weighted |= bool(weight)
+            # What a metric of weight zero fails on matters to nobody, but it must not make the sum a NaN.
+            problems = self.problems if weight else None
+            recorded = _recorded_group if rubric._is_group_func(func) else _recorded
+            rubric.funcs[index] = recorded(func, problems)
 
-    def _recorded(self, func: Callable[..., Any]) -> Callable[..., Awaitable[float]]:
-        @functools.wraps(func)
-        async def recorded(**objects: Any) -> float:
-            with self._noted([objects["state"]], func):
-                score = await _awaited(func(**_accepted(func, objects)))
-                return 0.0 if score is None else float(score)
 
-        return _with_signature(recorded, ())
+def _recorded(func: Callable[..., Any], problems: Problems | None) -> Callable[..., Awaitable[float]]:
+    @functools.wraps(func)
+    async def recorded(**objects: Any) -> float:
+        with _Noting(problems, [objects["state"]], func.__name__):
+            return _number(await _awaited(func(**_accepted(func, objects))))
 
-    def _recorded_group(self, func: Callable[..., Any]) -> Callable[..., Awaitable[list[float]]]:
-        @functools.wraps(func)
-        async def recorded(**objects: Any) -> list[float]:
-            with self._noted(objects["states"], func):
-                scores = await _awaited(func(**_accepted(func, objects)))
-                pairs = zip(scores, objects["states"], strict=True)
-                return [0.0 if score is None else float(score) for score, _ in pairs]
+    return _with_signature(recorded, ())
 
-        return _with_signature(recorded, ("states",))
 
-    def _noted(self, states: Sequence[Any], func: Callable[..., Any]) -> "_Noting":
-        return _Noting(self.problems, [state["trajectory_id"] for state in states], func.__name__)
+def _recorded_group(
+    func: Callable[..., Any], problems: Problems | None
+) -> Callable[..., Awaitable[list[float]]]:
+    @functools.wraps(func)
+    async def recorded(**objects: Any) -> list[float]:
+        with _Noting(problems, objects["states"], func.__name__):
+            scores = await _awaited(func(**_accepted(func, objects)))
+            return [_number(score) for score, _ in zip(scores, objects["states"], strict=True)]
+
+    return _with_signature(recorded, ("states",))
 
 
 @dataclass
 class _Noting:
     """Writes an exception down under the samples it spoils, and lets it pass."""
 
-    problems: dict[str, str]
-    keys: Sequence[str]
+    problems: Problems | None
+    states: Sequence[Any]
     name: str
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self.problems |= dict.fromkeys(self.keys, f"{self.name}: {type(error).__name__}: {error}")
+        if error is not None and self.problems is not None:
+            keys = [state["trajectory_id"] for state in self.states]
+            self.problems |= dict.fromkeys(keys, f"{self.name}: {type(error).__name__}: {error}")
+
+
+def _number(score: Any) -> float:
+    """A score as the library adds it up; a null is 0. ValueError when it is not finite."""
+    number = 0.0 if score is None else float(score)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no score")
+    return number
 
 
 async def _awaited(result: Any) -> Any:
@@ -177,7 +222,8 @@ def _with_signature(recorded: Any, names: Sequence[str]) -> Any:
     return recorded
 
 
-def contains_answer(row: Row, text: str) -> float:
-    """The reward where no function has a weight: 1 when the answer's text is in the reply."""
+def contains_answer(row: Row, state: Any) -> float:
+    """The reward where no function has a weight: 1 when the answer's text is in the newest reply."""
     answer = str(row.get("answer") or "")
-    return float(bool(answer) and answer in text)
+    replies = [one.content or "" for one in state["completion"] if one.role == "assistant"]
+    return float(bool(answer and replies) and answer in replies[-1])

@@ -17,7 +17,6 @@ from job import knobs
 from job.knobs import Bool, Float, SettingsError, Text, knob
 from spec import JobSpec, RepoId
 
-MODES = ("sft", "rl")
 SEED_LIMIT = 2**32
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 Tracker = Literal["wandb", "trackio", "tensorboard", "mlflow"]
@@ -341,11 +340,7 @@ class Settings(Identity):
     def table(self) -> list[tuple[str, str, str]]:
         """(name, value, origin) of every setting of this mode, in declaration order."""
         return [
-            (
-                one.name,
-                "***" if one.secret else knobs.plain(getattr(self, one.field)),
-                self.origins.get(one.name, "default"),
-            )
+            (one.name, one.shown(getattr(self, one.field)), self.origins.get(one.name, "default"))
             for one in knobs.declared(type(self))
             if one.mode in ("", self.mode)
         ]

@@ -48,6 +48,18 @@ class WeightsPlan:
     def is_local(self) -> bool:
         return Path(self.source).is_dir()
 
+    def snapshot(self) -> str:
+        """The folder that holds the weights at the recorded commit, to be given to TRL in place of the id.
+
+        TRL's `create_model_from_path` reads the architecture from the newest commit, whatever the revision
+        (trl 1.16); the id will do once it passes the revision on.
+        """
+        if self.is_local:
+            return self.source
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(self.source, revision=self.commit, ignore_patterns=IGNORED_FILES)
+
     def model_init_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `from_pretrained`: explicit precision, no device map, the recorded commit."""
         return {"dtype": self.dtype, "device_map": None, "revision": self.commit or "main"}

@@ -17,6 +17,7 @@ from recipe import (
     Batch,
     catalog_model,
     engine_length,
+    engine_memory,
     grpo_batch,
     grpo_completions_ceiling,
     largest_divisor,
@@ -204,21 +205,23 @@ def test_grpo_completions_ceiling(thinking, length, vocab, ceiling):
 
 
 @pytest.mark.parametrize(
-    ("override", "max_prompt", "completion", "length"),
-    [
-        (None, 2048, 320, 2368),
-        (None, 2048, 1536, 3584),
-        (None, 100, 50, 1024),
-        (512, 2048, 320, 512),
-        (321, 2048, 320, 321),
-    ],
+    ("max_prompt", "completion", "length"),
+    [(2048, 320, 2368), (2048, 1536, 3584), (500, 100, 1024), (704, 320, 1024), (705, 320, 1025)],
 )
-def test_engine_length(override, max_prompt, completion, length):
-    assert engine_length(override, max_prompt, completion) == length
+def test_engine_length(max_prompt: int, completion: int, length: int) -> None:
+    assert engine_length(max_prompt, completion) == length
     assert prompt_budget(length, completion) == length - completion > 0
 
 
-@pytest.mark.parametrize("override", [0, 100, 320])
-def test_an_engine_without_room_for_a_prompt_names_the_knob(override):
-    with pytest.raises(ValueError, match=f"^RL_VLLM_MAX_LEN = {override}: .*320 tokens; .*train.max_tokens$"):
-        engine_length(override, 2048, 320)
+def test_engine_memory_holds_the_batch_when_there_is_room_and_one_sequence_always() -> None:
+    size = {"length": 1000, "kv_bytes_per_token": 1000, "weights_bytes": 10**9}
+    card = 24 * 10**9
+    whole = engine_memory(sequences=8, free_bytes=20 * 10**9, card_bytes=card, **size)
+    assert whole.kv_cache_bytes == 8 * (1000 + 256) * 1000
+    assert whole.share == pytest.approx((10**9 + whole.kv_cache_bytes + 2 * 10**9) / card)
+    full = engine_memory(sequences=10**6, free_bytes=20 * 10**9, card_bytes=card, **size)
+    assert full.kv_cache_bytes == 12 * 10**9 - 10**9
+    starved = engine_memory(sequences=8, free_bytes=0, card_bytes=card, **size)
+    assert starved.kv_cache_bytes == (1000 + 256) * 1000
+    cardless = engine_memory(sequences=8, free_bytes=10**6, card_bytes=None, **size)
+    assert (cardless.kv_cache_bytes, cardless.share) == (1_256_000, 0.45)
