@@ -1,17 +1,17 @@
 """Token generation over colocated vLLM, whose weights follow the policy and never touch the frozen base.
 
 TRL's own colocated sync merges the adapter into the base and takes it out again at every step, which changes
-a bf16 base and destroys a 4-bit one. Here the adapter is handed to vLLM as LoRA (`adapter`), or `base + delta`
-is computed out of place (`merge`). The one seam is the name `VLLMGeneration` that TRL's GRPO trainer looks up.
+a bf16 base and destroys a 4-bit one. Here the adapter is handed to vLLM as LoRA (`adapter`), or `base +
+delta` is computed out of place (`merge`). The one seam is the name `VLLMGeneration` that TRL's GRPO trainer
+looks up.
 """
 
 import logging
 import os
 import random
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 CPU_KV_ROOM_BYTES = 1 << 30
 LORA_ID, LORA_NAME = 1, "policy"
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 SHARED_MEMORY = Path("/dev/shm")
 SEAM = ("trl.trainer.grpo_trainer", "VLLMGeneration")
 SEAM_METHODS = ("_init_vllm", "sync_weights", "generate")
@@ -51,14 +50,6 @@ class EngineOptions:
     text_only: bool
     stop_ids: tuple[int, ...]
     seed: int
-
-
-def served_rank(rank: int) -> int:
-    """The smallest rank that vLLM allocates for and that holds `rank`; EngineProblem above the largest."""
-    for served in LORA_RANKS:
-        if rank <= served:
-            return served
-    raise EngineProblem(f"JobSpec train.lora_rank={rank}: vLLM serves ranks up to {LORA_RANKS[-1]}; lower it")
 
 
 @contextmanager
@@ -105,9 +96,6 @@ class PolicyEngine:
             self.llm = LLM(**engine_arguments(options, rank, self.max_num_seqs, self._memory()))  # type: ignore[attr-defined]
         self.rank, self.version = rank, 0
         self.current_step: Callable[[], int] = lambda: 0
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="policy-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
-        )
         self.weights_asleep = options.sleep
         if options.sleep:
             self.llm.sleep(level=1)
@@ -126,10 +114,6 @@ class PolicyEngine:
             free_bytes=free,
             card_bytes=card,
         )
-
-    def close(self) -> None:
-        """Remove the adapter's copy in shared memory."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def sync_weights(self) -> None:
         """Give the engine the policy's newest weights."""
@@ -151,8 +135,8 @@ class PolicyEngine:
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         with (
             profiler or nullcontext(),
-            self._awake(),
-            seeded(sampler_seed(self.options.seed, self.current_step(), self.rank)),
+            self.awake(),
+            self.seeded(),
         ):
             outputs = self.llm.generate(
                 requests, sampling_params=self._sampling(), lora_request=self._lora(), use_tqdm=False
@@ -163,6 +147,26 @@ class PolicyEngine:
             for one in samples
         ]
         return [list(ids) for ids in prompts], [list(one.token_ids) for one in samples], logprobs, None
+
+    def submit(self, key: str, request: Any) -> None:
+        """Let a request of `training.sampler` join the running batch."""
+        from vllm import SamplingParams
+
+        how = SamplingParams(
+            n=1,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            max_tokens=request.max_tokens,
+            logprobs=0,
+            stop=list(request.stop),
+            stop_token_ids=list(request.stop_ids),
+        )
+        prompt = {"prompt_token_ids": list(request.ids)}
+        self.llm.llm_engine.add_request(key, prompt, how, lora_request=self._lora())
+
+    def seeded(self) -> AbstractContextManager[None]:
+        """A context in which the engine draws from this step's own random stream."""
+        return seeded(sampler_seed(self.options.seed, self.current_step(), self.rank))
 
     def check_policy(self) -> None:
         """Raise EngineProblem unless the engine runs the adapter."""
@@ -176,10 +180,14 @@ class PolicyEngine:
     def _load_adapter(self) -> None:
         from vllm.lora.request import LoRARequest
 
-        write_adapter(self.model, self.folder)
-        request = LoRARequest(LORA_NAME, LORA_ID, str(self.folder), load_inplace=True)
-        if not self.llm.llm_engine.add_lora(request):
-            raise EngineProblem("vLLM did not take the adapter; RL_ADAPTER_SYNC=merge serves any module")
+        # Gone again once it is loaded: the process leaves by a hard exit, and an engine that loses the
+        # adapter cannot quietly bring back an old one.
+        shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        with tempfile.TemporaryDirectory(prefix="policy-", dir=shared) as folder:
+            write_adapter(self.model, Path(folder))
+            request = LoRARequest(LORA_NAME, LORA_ID, folder, load_inplace=True)
+            if not self.llm.llm_engine.add_lora(request):
+                raise EngineProblem("vLLM did not take the adapter; RL_ADAPTER_SYNC=merge serves any module")
 
     def _load_merged(self) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": merged_weights(self.model)})
@@ -187,7 +195,7 @@ class PolicyEngine:
     def _lora(self) -> Any:
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(LORA_NAME, LORA_ID, str(self.folder)) if self.options.sync == "adapter" else None
+        return LoRARequest(LORA_NAME, LORA_ID, "loaded") if self.options.sync == "adapter" else None
 
     def _sampling(self) -> Any:
         from vllm import SamplingParams
@@ -205,7 +213,7 @@ class PolicyEngine:
     # --- sleep ---
 
     @contextmanager
-    def _awake(self) -> Iterator[None]:
+    def awake(self) -> Iterator[None]:
         """Weights and KV cache in place inside the context, and given back after it, also on error."""
         self.check_policy()
         if not self.options.sleep:
@@ -256,7 +264,7 @@ def engine_arguments(
         "disable_log_stats": True,
     }
     if options.sync == "adapter":
-        served = served_rank(options.lora_rank)
+        served = recipe.served_rank(options.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": served, "max_loras": 1, "max_cpu_loras": 1}
     if options.text_only:
         arguments["language_model_only"] = True
@@ -273,8 +281,7 @@ def write_adapter(model: Any, folder: Path) -> None:
         {name: tensor.contiguous().cpu() for name, tensor in state.items()},
         folder / "adapter_model.safetensors",
     )
-    if not (folder / "adapter_config.json").exists():
-        model.peft_config["default"].save_pretrained(folder)
+    model.peft_config["default"].save_pretrained(folder)
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Any]]:

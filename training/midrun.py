@@ -72,6 +72,9 @@ class Rewards(MicroSteps):
             unscorable=self.tally.unscorable,
         )
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.tally.check()  # the reason why there was no gradient, before the guard says that there was none
+
 
 class GradientGuard:
     """Drops an update whose gradients are not finite, and knows whether any gradient was ever non-zero.

@@ -11,6 +11,7 @@ from job.chat import Chat, split_thinking
 from job.dataset import Prompts
 from job.scoring import Reply, Score, Scorer
 from job.settings import Settings
+from training.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Tally:
     scored: int = 0
     unscorable: int = 0
     batches: int = 0
+    bridge_breaks: int = 0
     problems: Counter[str] = field(default_factory=Counter)
 
     def check(self) -> None:
@@ -81,7 +83,7 @@ class EnvironmentReward:
                 (self.prompts.rows[indices.pop()], [one for one, _ in replies[start : start + size]])
             )
         scores = [one for group in self.scorer.score(groups) for one in group]
-        self._count(scores, log_metric)
+        count(self.tally, scores, log_metric)
         return [
             None if one.reward is None else one.reward - self._penalty(reasoning)
             for one, (_, reasoning) in zip(scores, replies, strict=True)
@@ -102,25 +104,44 @@ class EnvironmentReward:
         coefficient = self.settings.thinking_length_penalty_coef
         return coefficient * len(self.chat.encode(reasoning)) if coefficient and reasoning else 0.0
 
-    def _count(self, scores: Sequence[Score], log_metric: Callable[[str, float], None]) -> None:
-        failed = [one for one in scores if one.reward is None]
-        self.tally.unscorable += len(failed)
-        self.tally.scored += len(scores) - len(failed)
-        self.tally.batches += 1
-        self.tally.problems.update(one.problem[:200] for one in failed)
-        if failed:
-            log.warning(
-                "%d of %d samples could not be scored: %s", len(failed), len(scores), failed[0].problem
-            )
-        if self.tally.batches >= HOPELESS_BATCHES:
-            self.tally.check()
-        named: dict[str, list[float]] = {}
-        for one in scores:
-            if one.reward is not None:
-                for name, value in one.metrics.items():
-                    named.setdefault(name, []).append(value)
-        for name, values in named.items():
-            log_metric(f"{SCORE}{name}", sum(values) / len(values))
+
+class RolloutReward:
+    """Hands over the rewards that a rollout came with, and counts them."""
+
+    __name__ = "environment"
+
+    def __init__(self, rollout: Rollout, tally: Tally):
+        self.rollout, self.tally = rollout, tally
+
+    def __call__(
+        self, reward: Sequence[float | None], log_metric: Callable[[str, float], None], **_: Any
+    ) -> list[float | None]:
+        """One reward per conversation, None where it could not be scored."""
+        count(self.tally, self.rollout.scores, log_metric)
+        self.tally.bridge_breaks += self.rollout.statistics.breaks
+        for name, value in self.rollout.statistics.means().items():
+            log_metric(name, value)
+        return list(reward)
+
+
+def count(tally: Tally, scores: Sequence[Score], log_metric: Callable[[str, float], None]) -> None:
+    """Account for a batch of scores, and log the mean of every reward function by name."""
+    failed = [one for one in scores if one.reward is None]
+    tally.unscorable += len(failed)
+    tally.scored += len(scores) - len(failed)
+    tally.batches += 1
+    tally.problems.update(one.problem[:200] for one in failed)
+    if failed:
+        log.warning("%d of %d samples could not be scored: %s", len(failed), len(scores), failed[0].problem)
+    if tally.batches >= HOPELESS_BATCHES:
+        tally.check()
+    named: dict[str, list[float]] = {}
+    for one in scores:
+        if one.reward is not None:
+            for name, value in one.metrics.items():
+                named.setdefault(name, []).append(value)
+    for name, values in named.items():
+        log_metric(f"{SCORE}{name}", sum(values) / len(values))
 
 
 def check(settings: Settings, steps_made: int, history: Sequence[float], tally: Tally) -> None:
@@ -145,6 +166,7 @@ def notes(settings: Settings, batch: recipe.Batch, history: Sequence[float], tal
         "per_device_train_batch_size": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
         "unscorable": tally.unscorable,
+        "bridge_breaks": tally.bridge_breaks,
         "rollout_errors": dict(tally.problems),
         "grpo_recipe": {
             "lr_scheduler": "constant",

@@ -15,7 +15,8 @@ from job.dataset import Prompts
 from job.settings import Settings
 from job.weights import WeightsPlan
 from training import engine
-from training.rewards import Tally
+from training.conversations import Way
+from training.sampler import EngineSampler, ModelSampler
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def sft_trainer(
         arguments["model_init_kwargs"] = None
     columns = {"input_ids": [row.ids for row in rows], "labels": [row.labels for row in rows]}
     trainer = SFTTrainer(
-        model=plan.source if policy is None else policy,
+        model=plan.snapshot() if policy is None else policy,
         args=SFTConfig(**arguments),
         train_dataset=Dataset.from_dict(columns),
         processing_class=chat.tokenizer,
@@ -121,7 +122,7 @@ def grpo_trainer(
     chat: Chat,
     prompts: Prompts,
     batch: recipe.Batch,
-    reward: Any,
+    way: Way,
     callbacks: Sequence[Any],
     policy: Any = None,
 ) -> Any:
@@ -130,20 +131,22 @@ def grpo_trainer(
     from trl import GRPOConfig, GRPOTrainer
 
     kind = type("PolicyTrainer", (PolicyTrainer, GRPOTrainer), {})
-    arguments = grpo_arguments(settings, plan, batch)
+    arguments = {**grpo_arguments(settings, plan, batch), **way.arguments}
     if policy is not None:
         arguments["model_init_kwargs"] = None
     with engine.in_place_of_trls(engine_options(settings, plan, chat)):
         trainer = kind(
-            model=plan.source if policy is None else policy,
+            model=plan.snapshot() if policy is None else policy,
             args=GRPOConfig(**arguments),
-            train_dataset=Dataset.from_dict(prompts.columns),
+            train_dataset=Dataset.from_dict({**prompts.columns, **way.columns}),
             processing_class=chat.tokenizer,
-            reward_funcs=reward,
+            reward_funcs=way.reward,
             peft_config=plan.lora_config(settings) if policy is None else None,
             callbacks=list(callbacks),
+            rollout_func=way.rollout,
+            tools=list(way.tools) or None,
         )
-    trainer.follow(settings, chat, reward.tally)
+    trainer.follow(settings, chat, way)
     return plainly(trainer)
 
 
@@ -207,20 +210,24 @@ class PolicyTrainer:
     """What TRL's GRPO trainer lacks.
 
     Prompt ids are the worker's own; samples without a reward leave the loss, not only the baseline; centred
-    advantages can be clamped; generated tokens are counted; it is an error when the sampler is not the policy.
+    advantages can be clamped; generated tokens are counted; a sampler that is not the policy is an error.
     """
 
-    def follow(self: Any, settings: Settings, chat: Chat, tally: Tally) -> None:
+    def follow(self: Any, settings: Settings, chat: Chat, way: Way) -> None:
         """Take what the methods below need; called once, before training."""
-        self.settings, self.chat, self.tally = settings, chat, tally
+        self.settings, self.chat, self.tally = settings, chat, way.reward.tally
+        self.tool_schemas = way.tool_schemas
         self.eos_token_ids = sorted({*self.eos_token_ids, *chat.stop_ids})
         if settings.rl_use_vllm:
             self.vllm_generation.current_step = lambda: self.state.global_step
+            self.sampler: Any = EngineSampler(self.vllm_generation)
         else:
             self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
+            self.sampler = ModelSampler(self, chat.cut_at)
 
     def _tokenize_prompts(self: Any, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
-        return [self.chat.encode(one) for one in prompts], None, {}
+        texts = [one if isinstance(one, str) else self.chat.render(one, self.tool_schemas) for one in prompts]
+        return [self.chat.encode(one) for one in texts], None, {}
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self.settings.rl_use_vllm:
@@ -246,6 +253,7 @@ class PolicyTrainer:
         return rewards
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> dict[str, Any]:
+        self.batch_rows = [one["row"] for one in inputs]
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         self._check_sampler()
         batch["completion_mask"] = batch["completion_mask"] * ~self.unscorable.unsqueeze(1)

@@ -59,10 +59,9 @@ def fetch(settings: Settings) -> Path | None:
 def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
     """Return the base model with the adapter as its one trainable part, proven to be really there."""
     from peft import PeftModel, get_peft_model_state_dict
-    from safetensors.torch import load_file
     from trl.trainer.utils import create_model_from_path
 
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config, saved = _read(settings, folder)
     base_id, rank = config.get("base_model_name_or_path") or "", config.get("r")
     if base_id != plan.base and not plan.is_local and not Path(base_id).exists():
         raise _problem(settings, f"it was trained on {base_id!r}, this run's model is {plan.base!r}")
@@ -70,14 +69,19 @@ def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
         raise _problem(
             settings, f"its rank is {rank}, train.lora_rank is {settings.lora_rank}; make them equal"
         )
-    saved = load_file(folder / WEIGHTS)
+    if config.get("lora_alpha") != settings.lora_alpha:
+        log.warning(
+            "train.lora_alpha=%d is not used: the adapter of train.init_from_adapter has %s",
+            settings.lora_alpha,
+            config.get("lora_alpha"),
+        )
     wrong = [name for name, tensor in saved.items() if "lora_A" in name and tensor.shape[0] != rank]
     if wrong:
         raise _problem(
             settings, f"its config says rank {rank}, but {wrong[0]} has rank {saved[wrong[0]].shape[0]}"
         )
     try:
-        base = create_model_from_path(plan.source, **plan.model_init_kwargs())
+        base = create_model_from_path(plan.snapshot(), **plan.model_init_kwargs())
         model = PeftModel.from_pretrained(base, str(folder), is_trainable=True)
     except (RuntimeError, ValueError) as error:
         raise _problem(
@@ -93,6 +97,20 @@ def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
         raise _problem(settings, "every lora_B in it is zero: it was never trained")
     log.info("going on from %s, %d tensors", settings.init_from_adapter, len(loaded))
     return model
+
+
+def _read(settings: Settings, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _problem(settings, f"{CONFIG} cannot be read: {error}") from error
+    try:
+        return config, load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise _problem(settings, f"{WEIGHTS} cannot be read: {error}") from error
 
 
 def _problem(settings: Settings, what: str) -> AdapterProblem:

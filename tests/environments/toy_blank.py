@@ -1,0 +1,1 @@
+"""A module that is no environment: it has no `load_environment`."""

@@ -1,0 +1,62 @@
+"""How a run's completions come about: sampled by TRL, played by verifiers, or by TRL's own tool loop."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from job.chat import Chat
+from job.dataset import Prompts
+from job.environment import Environment
+from job.scoring import Scorer
+from job.settings import Settings
+from training import tool_loop
+from training.glue import renderer_for
+from training.rewards import EnvironmentReward, RolloutReward, Tally
+from training.rollout import Rollout
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Way:
+    """What TRL is given besides the model: the reward, who plays, and what that needs."""
+
+    reward: Any
+    rollout: Rollout | None = None
+    tools: Sequence[Any] = ()
+    tool_schemas: Sequence[Mapping[str, Any]] = ()
+    columns: Mapping[str, list[Any]] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def plan(
+    settings: Settings, env: Environment, chat: Chat, prompts: Prompts, scorer: Scorer, tally: Tally
+) -> Way:
+    """Choose the way for this environment; raises SettingsError or NoExactGlue when there is none."""
+    if not env.multi_turn:
+        return Way(EnvironmentReward(settings, chat, prompts, scorer, tally))
+    has_tools = bool(env.loaded.tool_defs)
+    if env.is_tool_env and not has_tools:
+        log.warning("%s is a tool environment without tools: played as a conversation", env.id)
+    if settings.rl_tool_loop == "trl":
+        return trl_way(settings, env, chat, prompts, scorer, tally)
+    rollout = Rollout(settings, env, chat, prompts, scorer, renderer_for(chat, has_tools))
+    return Way(RolloutReward(rollout, tally), rollout)
+
+
+def trl_way(
+    settings: Settings, env: Environment, chat: Chat, prompts: Prompts, scorer: Scorer, tally: Tally
+) -> Way:
+    """TRL's own loop, which renders messages itself and calls the tools directly."""
+    tool_loop.check(env, chat)
+    return Way(
+        tool_loop.TranscriptReward(settings, env, prompts, scorer, tally),
+        tools=env.loaded.tools,
+        tool_schemas=env.tools({}),
+        columns={"prompt": [env.prompt(row) for row in prompts.rows]},
+        arguments={
+            "max_tool_calling_iterations": env.max_turns,
+            "chat_template_kwargs": {"enable_thinking": settings.thinking},
+        },
+    )

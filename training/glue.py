@@ -1,0 +1,144 @@
+"""Turn-by-turn rendering for verifiers' client, on any chat template.
+
+A conversation is never rendered again: the sampled ids stay as they are, and only what the template adds
+between the end of a model turn and the next generation prompt is rendered, once, with the new messages in it.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from job.chat import Chat, split_thinking
+
+log = logging.getLogger(__name__)
+
+MARK = "slmworkerglue"
+# What a template's own text says of the tool format it teaches, and the library's parser for it.
+TOOL_FORMATS = (
+    ("<function=", "qwen3.5"),
+    ("<arg_key>", "glm"),
+    ("<｜tool▁call▁begin｜>", "deepseek-v3"),  # noqa: RUF001
+    ("<tool_call>", "qwen3"),
+)
+
+
+class NoExactGlue(ValueError):
+    """A template between whose turns nothing exact can be put."""
+
+
+class GlueRenderer:
+    """The part of `renderers.Renderer` that verifiers' client uses, for one template and flag."""
+
+    def __init__(self, chat: Chat, tool_parser: Any = None):
+        self.chat, self.tool_parser = chat, tool_parser
+        self.opened = chat.opens_thinking(chat.render([{"role": "user", "content": "x"}]))
+
+    @property
+    def supports_tools(self) -> bool:
+        return self.tool_parser is not None
+
+    def render(
+        self, messages: Sequence[Any], *, tools: Any = None, add_generation_prompt: bool = False
+    ) -> Any:
+        from renderers.base import RenderedTokens
+
+        text = self.chat.render(plain(messages), tools or (), generate=add_generation_prompt)
+        return RenderedTokens(token_ids=self.chat.encode(text))
+
+    def render_ids(self, messages: Sequence[Any], **how: Any) -> list[int]:
+        return self.render(messages, **how).token_ids
+
+    def parse_response(self, token_ids: list[int], *, tools: Any = None) -> Any:
+        """Take a sampled turn apart into text, reasoning and tool calls, with the one thinking parser."""
+        from renderers.base import ParsedResponse
+
+        ids, calls = self.tool_parser.extract(list(token_ids)) if self.tool_parser else (list(token_ids), [])
+        text = self.chat.reply_text(ids)
+        if not self.chat.thinking:
+            return ParsedResponse(content=text, reasoning_content=None, tool_calls=calls)
+        thought = split_thinking(text, self.opened)
+        return ParsedResponse(
+            content=thought.answer or "", reasoning_content=thought.reasoning or None, tool_calls=calls
+        )
+
+    def get_stop_token_ids(self) -> list[int]:
+        return self.chat.stop_ids
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: Sequence[Any],
+        *,
+        tools: Any = None,
+    ) -> Any:
+        """The ids so far, the end of the turn once, and the new messages up to the model's turn."""
+        from renderers.base import RenderedTokens
+
+        ids = [*previous_prompt_ids, *previous_completion_ids]
+        if ids[-1] not in self.chat.stop_ids:  # the turn was cut at its budget
+            ids.append(self.chat.end_of_turn_id)
+        return RenderedTokens(token_ids=ids + self.chat.encode(self.glue(new_messages, tools)))
+
+    def glue(self, new_messages: Sequence[Any], tools: Any = None) -> str:
+        """What stands between the end of a model turn and the model's next token; raises NoExactGlue."""
+        probe = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
+        text = self.chat.render([*probe, *plain(new_messages)], tools or ())
+        _, mark, after = text.partition(MARK)
+        if not mark or not after.startswith(self.chat.end_of_turn):
+            raise NoExactGlue(
+                "the chat template is not prefix-preserving: it does not end an earlier assistant turn with"
+                f" {self.chat.end_of_turn!r}, so conversations cannot be sampled token by token"
+            )
+        return after.removeprefix(self.chat.end_of_turn)
+
+
+def plain(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as plain dictionaries; `Chat.render` brings their tool calls into the template's shape."""
+    return [dict(message) for message in messages]
+
+
+def tool_parser(chat: Chat) -> Any:
+    """The library's parser for the tool format that the template teaches, None when that is unknown."""
+    from renderers.parsers import get_tool_parser
+
+    template = str(chat.tokenizer.chat_template)
+    for sign, name in TOOL_FORMATS:
+        if sign in template:
+            return get_tool_parser(name, chat.tokenizer)
+    return None
+
+
+def renderer_for(chat: Chat, with_tools: bool) -> Any:
+    """A model-specific renderer for the ids it is registered for, else the generic one; raises NoExactGlue.
+
+    A registered renderer is taken only when it renders probe conversations exactly as the template does.
+    """
+    from renderers.base import MODEL_RENDERER_MAP, create_renderer
+
+    if chat.tokenizer.name_or_path in MODEL_RENDERER_MAP:
+        own = create_renderer(chat.tokenizer, chat_template_kwargs={"enable_thinking": chat.thinking})
+        if all(own.render_ids(one, add_generation_prompt=True) == chat.prompt_ids(one) for one in PROBES):
+            return own
+        log.warning(
+            "the renderer of %s differs from its template: using the generic one", chat.tokenizer.name_or_path
+        )
+    generic = GlueRenderer(chat, tool_parser(chat) if with_tools else None)
+    if with_tools and generic.tool_parser is None:
+        raise NoExactGlue(
+            f"the chat template of {chat.tokenizer.name_or_path} teaches no tool format that is known"
+            f" ({', '.join(name for _, name in TOOL_FORMATS)}): a tool environment cannot be rolled out on it"
+        )
+    generic.glue([{"role": "user", "content": "y"}])
+    return generic
+
+
+PROBES: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "user", "content": "Hi."}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " two  spaces\n"}],
+    [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "and 2 + 2?"},
+    ],
+)

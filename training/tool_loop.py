@@ -1,0 +1,93 @@
+"""TRL's own tool loop (`RL_TOOL_LOOP=trl`) for a plain `ToolEnv`, on the templates that TRL can parse.
+
+It knows neither hidden tool arguments, nor error formatters, nor stop errors: an environment that has any of
+these is refused. The default loop, verifiers' own, serves them all.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from job.chat import Chat
+from job.dataset import Prompts
+from job.environment import Environment
+from job.scoring import Scorer
+from job.settings import Settings, SettingsError
+from training.rewards import Tally, count
+
+LOOP_METHODS = ("env_response", "call_tool", "get_prompt_messages", "setup_state", "is_completed")
+
+
+def check(env: Environment, chat: Chat) -> None:
+    """Raise SettingsError when TRL's loop would not do what the environment's own loop does."""
+    import verifiers as vf
+    from trl.chat_template_utils import add_response_schema
+
+    loaded = env.loaded
+    if not isinstance(loaded, vf.ToolEnv):
+        raise SettingsError(f"RL_TOOL_LOOP=trl: {env.id} has no tools to call; use RL_TOOL_LOOP=env")
+    lost = [name for name in LOOP_METHODS if getattr(type(loaded), name) is not getattr(vf.ToolEnv, name)]
+    plain_formatter = inspect.signature(vf.ToolEnv).parameters["error_formatter"].default
+    lost += ["error_formatter"] if loaded.error_formatter is not plain_formatter else []
+    lost += ["stop_errors"] if loaded.stop_errors else []
+    if lost:
+        raise SettingsError(
+            f"RL_TOOL_LOOP=trl: TRL's loop would leave out what {env.id} has of its own ({', '.join(lost)});"
+            " use RL_TOOL_LOOP=env"
+        )
+    try:
+        add_response_schema(chat.tokenizer)
+    except ValueError as error:
+        raise SettingsError(
+            f"RL_TOOL_LOOP=trl: TRL does not know the chat template of {chat.tokenizer.name_or_path}; use"
+            " RL_TOOL_LOOP=env"
+        ) from error
+
+
+class TranscriptReward:
+    """Scores the transcripts that TRL's tool loop made with the environment's own rubric."""
+
+    __name__ = "environment"
+
+    def __init__(self, settings: Settings, env: Environment, prompts: Prompts, scorer: Scorer, tally: Tally):
+        self.settings, self.env, self.prompts, self.scorer, self.tally = settings, env, prompts, scorer, tally
+
+    def __call__(
+        self,
+        completions: Sequence[Sequence[dict[str, Any]]],
+        row: Sequence[int],
+        log_metric: Callable[[str, float], None],
+        **_: Any,
+    ) -> list[float | None]:
+        """One reward per transcript, None where it could not be scored."""
+        size = self.settings.rl_group_size
+        groups = [
+            (self.prompts.rows[row[start]], [as_verifiers(one) for one in completions[start : start + size]])
+            for start in range(0, len(row), size)
+        ]
+        scores = [one for group in self.scorer.score_transcripts(groups) for one in group]
+        count(self.tally, scores, log_metric)
+        return [one.reward for one in scores]
+
+
+def as_verifiers(transcript: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """TRL's messages as verifiers takes them: tool calls flat, each with an id that its answer names."""
+    messages, calls = [], 0
+    for message in transcript:
+        plain = {key: value for key, value in message.items() if key in ("role", "content", "tool_call_id")}
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            functions = [one["function"] for one in message["tool_calls"]]
+            plain["tool_calls"] = [
+                {
+                    "id": f"call_{calls + index}",
+                    "name": one["name"],
+                    "arguments": json.dumps(one["arguments"]),
+                }
+                for index, one in enumerate(functions)
+            ]
+            calls += len(functions)
+        if message["role"] == "tool":
+            plain["tool_call_id"] = message.get("tool_call_id") or f"call_{calls - 1}"
+        messages.append({"content": "", **plain})
+    return messages
