@@ -138,6 +138,7 @@ def main(env: MutableMapping[str, str]) -> None:
 def run_sft(settings: Settings, run: Run) -> None:
     """Supervised fine-tuning."""
     job = load_job(settings, run)
+    settings = rules.fit_context(settings, job.plan.context_length)
     batch = trainers.sft_batch(settings, job.plan)
     prepare(settings, run, job)
     talk = chat.Chat(chat.load_tokenizer(job.plan.base, job.plan.base_commit), settings.thinking)

@@ -85,12 +85,12 @@ def facts(settings: Settings) -> dict[str, object]:
     env = Environment.load(settings.job.environment.id, settings.job.environment.params)
     plan = plan_weights(settings)
     chat = Chat(load_tokenizer(plan.base, plan.base_commit), settings.thinking)
+    settings = rules.fit_context(settings, plan.context_length)
     if settings.mode == "sft":
         rows, _, counts = dataset.sft_rows(settings, env, chat)
         lengths = sorted(len(row.ids) for row in rows)
         kept = f"{counts.kept} of {counts.source} rows"
     else:
-        settings = rules.fit_context(settings, plan.context_length)
         prompts = dataset.rl_prompts(settings, env, chat)
         lengths = sorted(len(chat.encode(text)) for text in prompts.texts)
         kept = f"{len(lengths)} of {len(lengths) + prompts.over_budget} prompts"

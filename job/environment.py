@@ -54,8 +54,9 @@ class Environment:
         params = params or {}
         self.id, self.loaded, self.evaluator = reference, loaded, evaluator
         self.is_tool_env = isinstance(loaded, vf.ToolEnv)
-        self.multi_turn = self.is_tool_env or (
-            isinstance(loaded, vf.MultiTurnEnv) and not isinstance(loaded, vf.SingleTurnEnv)
+        self.multi_turn = any(
+            isinstance(one, vf.MultiTurnEnv) and not isinstance(one, vf.SingleTurnEnv)
+            for one in self.members()
         )
         self.pass_threshold: float = loaded.pass_threshold
         self.eval_examples = int(params.get("eval_examples") or 0)
@@ -82,8 +83,8 @@ class Environment:
     @property
     def max_turns(self) -> int:
         """Model turns per conversation; the library's "no limit" becomes 10."""
-        turns = self.loaded.max_turns if self.multi_turn else 1
-        return turns if turns and turns > 0 else DEFAULT_MAX_TURNS
+        turns = [one.max_turns if self.multi_turn else 1 for one in self.members()]
+        return max(one if one and one > 0 else DEFAULT_MAX_TURNS for one in turns)
 
     def members(self) -> list[Any]:
         """The environments that play conversations: those of a group, however deep, else the loaded one."""

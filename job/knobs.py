@@ -278,6 +278,14 @@ def one_line(table: type[BaseSettings], error: ValidationError, came_from: Mappi
     return "; ".join(parts.values())
 
 
+def check_overruled(table: type[BaseSettings], env: Mapping[str, str]) -> None:
+    """Refuse a malformed variable even where the JobSpec wins over it."""
+    for one in declared(table):
+        text = env.get(one.name, "").strip()
+        if one.spec_wins and text and not accepts(table.model_fields[one.field], text):
+            raise SettingsError(f"{one.name}={text[:80]!r}: must be {one.rule} (default: {one.default})")
+
+
 def warn_unknown_names(table: type[BaseSettings], env: Mapping[str, str]) -> None:
     """Warn once about set variables that look like ours and are not."""
     known = {one.name for one in declared(table)} | LAUNCHER_ONLY | SPEC_VARIABLES

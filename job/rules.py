@@ -147,7 +147,13 @@ def check_rl(settings: Settings) -> None:
 
 
 def fit_context(settings: Settings, context_length: int) -> Settings:
-    """Settings whose engine is no longer than the model's context; SettingsError when that leaves no room."""
+    """Settings whose lengths fit the model's context; SettingsError when that leaves no room for a prompt."""
+    if settings.mode == "sft":
+        if settings.sft_max_length > context_length:
+            log.warning(
+                "train.max_length=%d: cut to the model's context, %d", settings.sft_max_length, context_length
+            )
+        return settings.model_copy(update={"sft_max_length": min(settings.sft_max_length, context_length)})
     if settings.rl_vllm_max_len <= context_length:
         return settings
     if settings.origins.get("RL_VLLM_MAX_LEN") == "variable":

@@ -90,6 +90,7 @@ class Identity(BaseSettings):
         sources = knobs.sources(cls, env, spec)
         origins = knobs.origins(sources)
         given = {"spec": spec, "origins": origins, "secrets": knobs.secret_values(env)}
+        knobs.check_overruled(cls, env)
         try:
             return cls(_build_sources=((*sources, InitSettingsSource(cls, given)), {}))
         except ValidationError as error:

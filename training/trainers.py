@@ -12,10 +12,11 @@ from typing import Any
 import recipe
 from job.chat import Chat, Row
 from job.dataset import Prompts
-from job.settings import Settings
+from job.settings import Settings, SettingsError
 from job.weights import WeightsPlan
 from training import engine
 from training.conversations import Way
+from training.midrun import GradientFailure
 from training.sampler import EngineSampler, ModelSampler
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,21 @@ def sft_trainer(
         peft_config=plan.lora_config(settings) if policy is None else None,
         callbacks=list(callbacks),
     )
+    check_targets(settings, trainer.model)
     return plainly(trainer)
+
+
+def check_targets(settings: Settings, model: Any) -> None:
+    """Refuse a target that names no module: peft only complains when none of them does."""
+    if isinstance(settings.lora_targets, str):
+        return
+    adapted = {name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    unknown = [one for one in settings.lora_targets if not any(name.endswith(f".{one}") for name in adapted)]
+    if unknown:
+        raise SettingsError(
+            f"LORA_TARGETS={','.join(settings.lora_targets)}: the model has no module {unknown[0]!r};"
+            " name its linear layers, such as q_proj,v_proj, or use all-linear"
+        )
 
 
 def sft_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch) -> dict[str, Any]:
@@ -146,6 +161,7 @@ def grpo_trainer(
             rollout_func=way.rollout,
             tools=list(way.tools) or None,
         )
+    check_targets(settings, trainer.model)
     trainer.follow(settings, chat, way)
     return plainly(trainer)
 
@@ -289,6 +305,8 @@ def plainly(trainer: Any) -> Any:
 def save_adapter(trainer: Any, tokenizer: Any, plan: WeightsPlan, folder: Path) -> None:
     """Write the adapter, naming the base model as the user did, and the tokenizer."""
     model = trainer.accelerator.unwrap_model(trainer.model)
+    if not any(weight.any() for name, weight in model.named_parameters() if "lora_B.default" in name):
+        raise GradientFailure("the adapter is still zero: no step had a learning rate above 0 and a gradient")
     for config in model.peft_config.values():
         config.base_model_name_or_path = plan.base
     model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)

@@ -10,7 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from delivery.store import Store, open_store
+from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
+
+from delivery.store import Store, Unavailable, open_store
 from job.settings import Settings, SettingsError
 from job.weights import WeightsPlan
 
@@ -39,6 +41,9 @@ def adapter_store(settings: Settings) -> Store | None:
     return open_store(repo, settings.store_dir, parts["prefix"], settings.token, settings.endpoint)
 
 
+@retry(
+    retry=retry_if_exception_type(Unavailable), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
+)
 def fetch(settings: Settings) -> Path | None:
     """Bring the adapter's files into the work folder; AdapterProblem when config or weights are missing."""
     store = adapter_store(settings)
