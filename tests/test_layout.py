@@ -301,7 +301,7 @@ def test_every_keyword_exists_in_the_installed_trl(env):
 
     settings = Settings.read(env, JobSpec.parse({"environment": {"id": "x"}}))
     for arguments, config in (
-        (trainers.sft_arguments(settings, PLAN, recipe.Batch(1, 2)), trl.SFTConfig),
+        (trainers.sft_arguments(settings, PLAN, recipe.Batch(1, 2), 640), trl.SFTConfig),
         (trainers.grpo_arguments(settings, PLAN, recipe.Batch(1, 2)), trl.GRPOConfig),
     ):
         assert arguments.keys() <= {field.name for field in dataclasses.fields(config)}

@@ -600,7 +600,7 @@ def test_updates_with_bad_gradients_are_skipped_and_counted(
     it = bench(callbacks=[spoilt], SFT_MAX_STEPS=6)
     trainer = it.trainer()
     it.train(trainer)
-    assert spoilt.moved == [2, 4, 5]  # the warm-up's first step has a learning rate of 0
+    assert spoilt.moved == [0, 2, 4, 5]
     assert it.job.metrics.notes["nonfinite_steps"] == 2
     assert all(bool(one.isfinite().all()) for one in spoilt.watched)
 
@@ -613,7 +613,7 @@ def test_ten_bad_updates_in_a_row_fail_the_run(bench: Callable[..., Bench]) -> N
     trainer = it.trainer()
     with pytest.raises(GradientFailure, match=r"10 updates in a row.*train\.learning_rate"):
         it.train(trainer)
-    assert spoilt.moved == [1] and trainer.state.global_step == 11
+    assert spoilt.moved == [0, 1] and trainer.state.global_step == 11
 
 
 def test_gradients_that_are_always_zero_fail_the_run(bench: Callable[..., Bench]) -> None:
@@ -636,18 +636,25 @@ def test_every_keyword_is_one_of_the_installed_trainers(bench: Callable[..., Ben
     from training import trainers
 
     it = bench()
-    told = trainers.sft_arguments(it.settings, it.job.plan, it.batch)
+    told = trainers.sft_arguments(it.settings, it.job.plan, it.batch, 3200)
     assert told.keys() <= {one.name for one in fields(SFTConfig)}
+
+
+def test_a_run_too_short_to_warm_up_still_learns(bench: Callable[..., Bench]) -> None:
+    it = bench(SFT_MAX_STEPS=1)
+    trainer = it.trainer()
+    it.train(trainer)
+    assert any(one.any() for name, one in trainer.model.named_parameters() if "lora_B" in name)
 
 
 def test_settings_reach_the_trainer(bench: Callable[..., Bench]) -> None:
     import torch
 
-    spec = {"train": {"epochs": 3, "learning_rate": 2e-3, "save_every": 7, "max_length": 96}}
+    spec = {"train": {"epochs": 20, "learning_rate": 2e-3, "save_every": 7, "max_length": 96}}
     it = bench(spec=spec, SEED=5, SFT_MAX_EXAMPLES=16)
     trainer = it.trainer()
     args = trainer.args
-    assert (args.num_train_epochs, args.max_steps, args.learning_rate) == (3, -1, 2e-3)
+    assert (args.num_train_epochs, args.max_steps, args.learning_rate) == (20, -1, 2e-3)
     assert (args.save_steps, args.save_total_limit, args.save_only_model) == (7, 1, False)
     assert (args.logging_steps, args.seed, args.report_to, args.max_length) == (10, 5, [], 96)
     assert args.lr_scheduler_type == "linear" and args.get_warmup_steps(100) == 3

@@ -4,6 +4,7 @@ What they lack is written as mixins: inheriting from TRL's classes here would im
 """
 
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ def sft_trainer(
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    arguments = sft_arguments(settings, plan, batch)
+    arguments = sft_arguments(settings, plan, batch, len(rows))
     if policy is not None:
         arguments["model_init_kwargs"] = None
     columns = {"input_ids": [row.ids for row in rows], "labels": [row.labels for row in rows]}
@@ -69,15 +70,18 @@ def check_targets(settings: Settings, model: Any) -> None:
         )
 
 
-def sft_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch) -> dict[str, Any]:
+def sft_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch, rows: int) -> dict[str, Any]:
     """Keyword arguments of `SFTConfig`."""
+    steps = settings.sft_max_steps or settings.sft_epochs * math.ceil(rows / settings.sft_batch_size)
+    fraction = recipe.SFT.warmup_fraction
     return {
         **common_arguments(settings, plan, batch),
         "num_train_epochs": settings.sft_epochs,
         "max_steps": settings.sft_max_steps or -1,
         "learning_rate": settings.learning_rate,
         "lr_scheduler_type": "linear",
-        "warmup_steps": recipe.SFT.warmup_fraction,  # below 1 it is a fraction of the steps
+        # Below 1 it is a fraction of the steps, rounded up: a very short run would be all warm-up.
+        "warmup_steps": fraction if steps * fraction >= 1 else 0,
         "logging_steps": 10,
         "include_num_input_tokens_seen": "non_padding",
         "max_length": settings.sft_max_length,
