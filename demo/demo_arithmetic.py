@@ -7,12 +7,12 @@ import random
 import verifiers as vf
 from datasets import Dataset
 
-NUMBERS = range(100)
 
-
-def load_environment(train_size: int = 4000, eval_size: int = 200, seed: int = 0) -> vf.SingleTurnEnv:
+def load_environment(
+    train_size: int = 4000, eval_size: int = 200, seed: int = 0, below: int = 100
+) -> vf.SingleTurnEnv:
     """Questions like `What is 12 + 34?`; no held-out pair of numbers is trained on, in either order."""
-    train, held_out = split_sums(train_size, eval_size, seed)
+    train, held_out = split_sums(train_size, eval_size, seed, below)
     parser = vf.Parser()
     return vf.SingleTurnEnv(
         dataset=make_dataset(train),
@@ -23,11 +23,11 @@ def load_environment(train_size: int = 4000, eval_size: int = 200, seed: int = 0
 
 
 def split_sums(
-    train_size: int, eval_size: int, seed: int
+    train_size: int, eval_size: int, seed: int, below: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Disjoint training and held-out pairs; a ValueError when there are not enough of them."""
     rng = random.Random(seed)
-    pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a <= b]
+    pairs = [(a, b) for a in range(below) for b in range(a, below)]
     rng.shuffle(pairs)
     held_out = [rng.choice([(a, b), (b, a)]) for a, b in pairs[:eval_size]]
     train = sorted({pair for a, b in pairs[eval_size:] for pair in [(a, b), (b, a)]})

@@ -6,6 +6,7 @@ prompt rendered with its generation prompt, whatever the template does to a fini
 
 import json
 import logging
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -105,12 +106,12 @@ class Chat:
     def cut_at(self, ids: Sequence[int], stops: Sequence[str]) -> list[int]:
         """The shortest beginning of a reply whose text contains a stop string, or all of it."""
         ids = list(ids)
-        if not stops or not any(stop in self.tokenizer.decode(ids) for stop in stops):
-            return ids
-        for length in range(1, len(ids) + 1):
-            if any(stop in self.tokenizer.decode(ids[:length]) for stop in stops):
-                return ids[:length]
-        return ids
+
+        def is_long_enough(length: int) -> bool:
+            text = self.tokenizer.decode(ids[:length])
+            return any(stop in text for stop in stops)
+
+        return ids[: bisect_left(range(len(ids)), True, key=is_long_enough)] if stops else ids
 
     def opens_thinking(self, rendered_prompt: str) -> bool:
         """Whether a rendered prompt ends inside a think block."""

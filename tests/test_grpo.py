@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import random
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import recipe
 from tests import grpo_trials, harness
 from tests.grpo_trials import Trial
 from training import engine
@@ -119,6 +121,36 @@ def test_nothing_is_left_in_shared_memory(trained: Callable[..., Trial]) -> None
 # --- what the engine is given ---
 
 
+@pytest.mark.parametrize(
+    ("rank", "served"),
+    [(1, 8), (8, 8), (9, 16), (16, 16), (32, 32), (33, 64), (100, 128), (129, 256), (257, 320), (321, 512)],
+)
+def test_the_rank_that_vllm_allocates_for(rank: int, served: int) -> None:
+    assert recipe.served_rank(rank) == served
+
+
+def test_a_rank_above_512_is_refused() -> None:
+    assert recipe.served_rank(512) == 512
+    with pytest.raises(ValueError, match=r"JobSpec train\.lora_rank=513: vLLM serves ranks up to 512"):
+        recipe.served_rank(513)
+
+
+def test_how_the_engine_is_built(trial: Callable[..., Trial]) -> None:
+    options = trial(train={"lora_rank": 12}).engine.options
+    memory = recipe.EngineMemory(kv_cache_bytes=1000, share=0.3)
+    given = engine.engine_arguments(options, 2, 16, memory)
+    assert (given["dtype"], given["enforce_eager"], given["enable_sleep_mode"]) == ("float32", True, False)
+    assert (given["enable_lora"], given["max_lora_rank"], given["max_loras"]) == (True, 16, 1)
+    assert (given["kv_cache_memory_bytes"], given["gpu_memory_utilization"]) == (1000, 0.3)
+    assert (given["max_model_len"], given["max_num_seqs"], given["seed"]) == (options.max_length, 16, 2)
+    assert "language_model_only" not in given
+    changes = {"text_only": True, "sync": "merge", "sleep": True, "memory_share": 0.6, "dtype": "bfloat16"}
+    given = engine.engine_arguments(dataclasses.replace(options, **changes), 0, 16, memory)
+    assert given["language_model_only"] is True and "enable_lora" not in given
+    assert (given["kv_cache_memory_bytes"], given["gpu_memory_utilization"]) == (None, 0.6)
+    assert given["enable_sleep_mode"] is True and given["dtype"] == "bfloat16"
+
+
 def test_a_tokenizer_that_adds_a_first_token_adds_one(trial: Callable[..., Trial], tmp_path: Path) -> None:
     made = trial(model=harness.build_llama(tmp_path / "llama"), train={"steps": 2})
     begin = made.chat.tokenizer.bos_token_id
@@ -139,7 +171,7 @@ def test_a_tokenizer_that_adds_a_first_token_adds_one(trial: Callable[..., Trial
 
 def test_a_completion_ends_at_a_stop_sequence(trial: Callable[..., Trial]) -> None:
     made = trial(train={"stop_sequences": ["7", "9"], "max_tokens": 3, "steps": 1})
-    batch = made.sample(range(6))
+    batch = made.sample(range(16))
     check_stops(made, batch)
 
 

@@ -99,7 +99,7 @@ def test_a_tokenizer_that_adds_a_first_token_adds_one(trial: Callable[..., Trial
 
 def test_advantages_are_centred_and_not_scaled(trial: Callable[..., Trial]) -> None:
     made = trial()
-    batch = made.sample(range(6))
+    batch = made.sample(range(16))
     assert batch["advantages"].tolist() == pytest.approx(centred(made.batches[-1].rewards))
     assert batch["advantages"].abs().max() > 0.2
     assert (made.trainer.args.loss_type, made.trainer.args.scale_rewards) == ("dr_grpo", "none")
@@ -108,7 +108,7 @@ def test_advantages_are_centred_and_not_scaled(trial: Callable[..., Trial]) -> N
 @pytest.mark.parametrize("clip", [0.05, 0.2, 100.0])
 def test_the_advantage_clip_clamps(trial: Callable[..., Trial], clip: float) -> None:
     made = trial(train={"advantage_clip": clip})
-    batch = made.sample(range(6))
+    batch = made.sample(range(16))
     whole = centred(made.batches[-1].rewards)
     assert batch["advantages"].tolist() == pytest.approx([max(-clip, min(clip, one)) for one in whole])
     assert (max(map(abs, whole)) > clip) == (clip < 1)
@@ -133,7 +133,7 @@ def test_samples_without_a_reward_contribute_no_gradient(trial: Callable[..., Tr
 
     made = trial("brittle", train={"kl_penalty_coef": beta})
     disturb(made)
-    batch = made.sample(range(6))
+    batch = made.sample(range(16))
     rewards = made.batches[-1].rewards
     scored = [index for index, one in enumerate(rewards) if one is not None]
     assert 0 < len(scored) < len(rewards)
@@ -159,7 +159,7 @@ def test_a_batch_of_samples_without_a_reward_has_no_gradient(
     assert nothing and not any(one.any() for one in nothing.values())
     plain = trial("plain", train={"kl_penalty_coef": beta})
     disturb(plain)
-    assert any(one.any() for one in plain.gradients(plain.sample(range(6))).values())
+    assert any(one.any() for one in plain.gradients(plain.sample(range(16))).values())
 
 
 def test_they_are_counted_and_logged(trial: Callable[..., Trial]) -> None:
@@ -184,12 +184,12 @@ def test_a_completion_ends_at_a_stop_sequence(trial: Callable[..., Trial]) -> No
     from tests.test_grpo import check_stops
 
     made = trial(train={"stop_sequences": ["7", "9"], "max_tokens": 3, "steps": 1})
-    check_stops(made, made.sample(range(6)))
+    check_stops(made, made.sample(range(16)))
 
 
 def test_a_completion_that_the_budget_cut_off_is_masked(trial: Callable[..., Trial]) -> None:
     made = trial(train={"max_tokens": 4})
-    batch = made.sample(range(6))
+    batch = made.sample(range(24))
     ends = [ids[-1] in made.chat.stop_ids for ids in made.batches[-1].ids]
     assert 0 < sum(ends) < len(ends)
     kept = [len(ids) if end else 0 for ids, end in zip(made.batches[-1].ids, ends, strict=True)]

@@ -127,7 +127,7 @@ def test_a_reward_that_always_raises_fails_the_run_and_says_so(run: Callable[...
 
 def test_steps_without_any_gradient_fail_the_run(run: Callable[..., Run]) -> None:
     """Every sample is cut off by its budget, so every one is masked."""
-    done = run(train={"max_tokens": 1})
+    done = run(train={"max_tokens": 1, "temperature": 0.3})
     assert "no gradient was ever non-zero" in str(done.ended.error)
     assert done.ended.stages[-1] == "error_rl"
 

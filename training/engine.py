@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 CPU_KV_ROOM_BYTES = 1 << 30
 LORA_ID, LORA_NAME = 1, "policy"
+LOADED = "/nowhere"  # a path the engine has no need of any more
 SHARED_MEMORY = Path("/dev/shm")
 SEAM = ("trl.trainer.grpo_trainer", "VLLMGeneration")
 SEAM_METHODS = ("_init_vllm", "sync_weights", "generate")
@@ -195,7 +196,7 @@ class PolicyEngine:
     def _lora(self) -> Any:
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(LORA_NAME, LORA_ID, "loaded") if self.options.sync == "adapter" else None
+        return LoRARequest(LORA_NAME, LORA_ID, LOADED) if self.options.sync == "adapter" else None
 
     def _sampling(self) -> Any:
         from vllm import SamplingParams
