@@ -5,7 +5,7 @@ WHEELS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell python3 -m pip config 
 # `make demo TORCH_BACKEND=cpu` takes the small CPU build of torch from its own index.
 BACKEND := $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
 
-.PHONY: venv demo test check proof chaos bench clean
+.PHONY: venv demo test check proof bench clean
 
 venv: .venv/.ready
 
@@ -29,6 +29,12 @@ check: venv
 
 test: check
 	$(PY) -m pytest -m "slow and not proof and not chaos" -n 2 --dist loadfile
+
+proof: venv
+	$(PY) -m pytest -m proof
+
+bench: venv
+	$(PY) bench/adapter_sync.py
 
 clean:
 	rm -rf .venv .uv demo-out artifacts .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,7 +1,7 @@
 """The demo, `make demo`: a base model, an adapter trained by the worker, and what the adapter learned.
 
 `DEMO_MODEL=<Hub id or folder>` trains a real model for a few steps instead of the tiny one built here;
-`DEMO_DIR` names the folder for everything written (default `demo-out`).
+`DEMO_DIR` names the folder for everything written (default `demo-out`), `DEMO_SEED` the seed (default 0).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
-RUN_ID, SEED = "demo", "0"
 # Set in the caller's shell, these would send the run, or its result, somewhere else.
-NOT_INHERITED = ("AUTOSLM_JOB_SPEC_JSON", "HF_REPO", "PHASE")
+NOT_INHERITED = ("AUTOSLM_JOB_SPEC_JSON", "HF_REPO", "PHASE", "RUN_ID")
 # A real model is trained on a few gentle steps, which a laptop can do.
 REAL_MODEL_TRAIN = {"batch_size": 8, "epochs": 1, "learning_rate": 2e-4}
+REAL_MODEL_RL = {"batch_size": 2, "group_size": 4, "steps": 5, "learning_rate": 1e-5}
 REAL_MODEL_STEPS = "30"
 SHOWN_QUESTIONS = 6
 ANSWER_TOKENS = 16
@@ -42,20 +42,21 @@ class Demo:
     model: str
     is_tiny: bool
     questions: int
+    seed: str = "0"
 
     @classmethod
     def from_env(cls) -> Demo:
         """The demo the shell asks for: the tiny model unless `DEMO_MODEL` names another."""
         folder = Path(os.environ.get("DEMO_DIR") or REPOSITORY / "demo-out").resolve()
-        named = os.environ.get("DEMO_MODEL", "")
+        named, seed = os.environ.get("DEMO_MODEL", ""), os.environ.get("DEMO_SEED") or "0"
         if not named:
-            return cls(folder, str(folder / "model"), is_tiny=True, questions=100)
+            return cls(folder, str(folder / "model"), is_tiny=True, questions=100, seed=seed)
         model = str(Path(named).resolve()) if Path(named).is_dir() else named
-        return cls(folder, model, is_tiny=False, questions=20)
+        return cls(folder, model, is_tiny=False, questions=20, seed=seed)
 
     def prefix(self, mode: str) -> Path:
         """The folder where the worker's store keeps what a run of this mode leaves."""
-        return self.folder / "artifacts" / mode / RUN_ID / f"seed{SEED}"
+        return self.folder / "artifacts" / mode / "demo" / f"seed{self.seed}"
 
 
 def main() -> None:
@@ -63,8 +64,7 @@ def main() -> None:
     demo = Demo.from_env()
     prepare_folder(demo)
     build_model(demo)
-    result = sft_stage(demo)
-    write_result(demo, result)
+    write_result(demo, sft_stage(demo) | rl_stage(demo))
 
 
 def sft_stage(demo: Demo) -> dict[str, Any]:
@@ -88,6 +88,37 @@ def sft_stage(demo: Demo) -> dict[str, Any]:
     return result
 
 
+def rl_stage(demo: Demo) -> dict[str, Any]:
+    """From a deliberately short SFT adapter on small sums, on with GRPO; print and return the rewards."""
+    run_worker(demo, "sft", write_spec(demo, "short"))
+    beats = run_worker(demo, "rl", write_spec(demo, "rl"))
+    rewards = [beat["reward"] for beat in beats if beat["stage"] == "rl_step" and not beat.get("liveness")]
+    few = max(1, min(5, len(rewards) // 2))
+    result = {
+        "rl_artifacts": str(demo.prefix("rl")),
+        "rl_rewards": rewards,
+        "rl_first_reward": sum(rewards[:few]) / few,
+        "rl_last_reward": sum(rewards[-few:]) / few,
+    }
+    print_rl(result, few)
+    return result
+
+
+def print_rl(result: dict[str, Any], few: int) -> None:
+    """Where the artifacts are, and the mean reward as training went on."""
+    rewards = result["rl_rewards"]
+    print()
+    print(f"  artifacts     {shown(Path(result['rl_artifacts']))}")
+    print(f"  mean reward   first {few} steps {result['rl_first_reward']:.2f}")
+    print(f"                last {few} steps  {result['rl_last_reward']:.2f}")
+    print()
+    width = max(1, -(-len(rewards) // 10))
+    for start in range(0, len(rewards), width):
+        part = rewards[start : start + width]
+        mean = sum(part) / len(part)
+        print(f"  steps {start + 1:>3}-{start + len(part):<3} {mean:4.2f} {'#' * round(40 * mean)}")
+
+
 def prepare_folder(demo: Demo) -> None:
     """Remove what an earlier demo wrote, and nothing else the folder may hold."""
     for name in ("model", "work", "artifacts"):
@@ -104,13 +135,15 @@ def build_model(demo: Demo) -> None:
         tiny_model.build(Path(demo.model))
 
 
-def write_spec(demo: Demo, mode: str) -> Path:
-    """The ready JobSpec of this folder with the demo's model in it."""
-    spec = json.loads((HERE / f"{mode}.json").read_text())
+def write_spec(demo: Demo, name: str) -> Path:
+    """The ready JobSpec of this folder with the demo's model and seed in it."""
+    spec = json.loads((HERE / f"{name}.json").read_text())
     spec["model"] = demo.model
+    if name == "rl":
+        spec["train"]["init_from_adapter"] = f"sft/demo-short/seed{demo.seed}"
     if not demo.is_tiny:
-        spec["train"].update(REAL_MODEL_TRAIN)
-    path = demo.folder / f"{mode}.json"
+        spec["train"].update(REAL_MODEL_RL if name == "rl" else REAL_MODEL_TRAIN)
+    path = demo.folder / f"{name}.json"
     path.write_text(json.dumps(spec, indent=2, sort_keys=True) + "\n")
     return path
 
@@ -145,7 +178,7 @@ def worker_env(demo: Demo, mode: str, spec: Path) -> dict[str, str]:
     defaults = {"AUTOSLM_DEVICE": "cpu"}
     if demo.is_tiny:
         # One micro-batch a step; more threads than one only wait for each other at this size.
-        defaults |= {"SFT_PER_DEVICE_BS": "32", "OMP_NUM_THREADS": "1"}
+        defaults |= {"SFT_PER_DEVICE_BS": "32", "RL_PER_DEVICE_PROMPTS": "128", "OMP_NUM_THREADS": "1"}
     else:
         defaults |= {"SFT_MAX_STEPS": REAL_MODEL_STEPS}
     python_path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -154,8 +187,7 @@ def worker_env(demo: Demo, mode: str, spec: Path) -> dict[str, str]:
         | inherited
         | {
             "RUN_MODE": mode,
-            "RUN_ID": RUN_ID,
-            "SEED": SEED,
+            "SEED": demo.seed,
             "AUTOSLM_JOB_SPEC_PATH": str(spec),
             "AUTOSLM_WORK_DIR": str(demo.folder / "work"),
             "AUTOSLM_STORE_DIR": str(demo.folder / "artifacts"),

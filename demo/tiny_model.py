@@ -15,7 +15,7 @@ END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, "<|im_start|>", END_OF_TURN]
 MARKER_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 VOCABULARY_SIZE = 320
-# The vocabulary has room for some fifty merges: they go to the words the model meets, the frequent ones first.
+# The vocabulary has room for some forty merges: they go to the words the model meets.
 WORDS = "user user assistant assistant What What is Repeat comes after Which larger, or\n\n\n\n"
 
 PRETRAINING_STEPS = 400

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 TEMPLATES = Path(__file__).parent / "templates"
 PYTHONPATH = os.pathsep.join(str(ROOT / path) for path in (".", "demo", "tests/environments"))
-PATIENCE_S = 300
+PATIENCE_S = 900
 
 
 @dataclass(frozen=True)
