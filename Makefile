@@ -25,10 +25,10 @@ check: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -m "not slow and not proof and not chaos" -n 2
+	$(PY) -m pytest -m "not slow and not proof" -n 2
 
 test: check
-	$(PY) -m pytest -m "slow and not proof and not chaos" -n 2 --dist loadfile
+	$(PY) -m pytest -m "slow and not proof" -n 2 --dist loadfile
 
 proof: venv
 	$(PY) -m pytest -m proof

@@ -56,10 +56,10 @@ class RunMetrics:
         }
         return strict_json(meta, indent=2)
 
-    def to_json(self) -> str:
-        """Strict JSON, indented by 2."""
+    def to_json(self, indent: int | None = 2) -> str:
+        """Strict JSON."""
         return strict_json(
-            {**asdict(self), "train_throughput_toks_per_s": self.train_throughput_toks_per_s}, indent=2
+            {**asdict(self), "train_throughput_toks_per_s": self.train_throughput_toks_per_s}, indent=indent
         )
 
 

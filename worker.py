@@ -13,22 +13,21 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from tenacity import retry, stop_after_attempt, wait_fixed
+from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from accounting import RunMetrics, stack_versions, strict_json
-from delivery.publisher import Publisher
+import recipe
+from delivery.publisher import Publisher, say
 from delivery.redaction import redactor
-from delivery.store import Store, StoreError, Unavailable, folder_files, open_store, set_hub_timeouts
-from job import chat, cli, dataset, rules, weights
-from job.environment import Environment, fingerprint
+from delivery.store import Store, StoreError, Unavailable, folder_files, open_store
+from job import chat, cli, rules, weights
 from job.knobs import secret_values
-from job.scoring import Scorer
 from job.settings import Identity, Settings, SettingsError, identify
-from training import conversations, engine, gpu, midrun, rewards, trainers, warm_start
+from training import engine, gpu, inputs, midrun, rewards, trainers, warm_start
 
 log = logging.getLogger("worker")
 
@@ -95,21 +94,6 @@ class Run:
         return content
 
 
-@dataclass
-class Job:
-    """What is trained on what, and what it took so far."""
-
-    env: Environment
-    plan: weights.WeightsPlan
-    metrics: RunMetrics
-    setup_began: float = 0.0
-    step: int = 0
-    resumed: bool = False
-
-    def note(self, **facts: Any) -> None:
-        self.metrics.notes |= facts
-
-
 def main(env: MutableMapping[str, str]) -> None:
     """Run one job from beginning to end; reports any failure, then raises it unchanged."""
     identity, problem = identify(env)
@@ -118,10 +102,8 @@ def main(env: MutableMapping[str, str]) -> None:
         run.clear()
         if problem is not None:
             raise problem
-        if identity.token:
-            env["HF_TOKEN"] = identity.token  # plain library downloads do not read HUGGINGFACE_TOKEN
-        run.store.open()
-        if run.store.exists("DONE"):
+        export_token(env, identity)
+        if is_done(run.store):
             replay(run)
             return
         run.publisher.beat("boot")
@@ -132,18 +114,20 @@ def main(env: MutableMapping[str, str]) -> None:
         raise
 
 
+def export_token(env: MutableMapping[str, str], identity: Identity) -> None:
+    """Let plain library downloads see the token: they do not read HUGGINGFACE_TOKEN."""
+    if identity.token:
+        env["HF_TOKEN"] = identity.token
+
+
 # --- the two jobs ---
 
 
 def run_sft(settings: Settings, run: Run) -> None:
     """Supervised fine-tuning."""
-    job = load_job(settings, run)
-    settings = rules.fit_context(settings, job.plan.context_length)
-    batch = trainers.sft_batch(settings, job.plan)
+    job, settings = inputs.load(settings, run.redact)
+    talk, rows, batch = inputs.for_sft(settings, job)
     prepare(settings, run, job)
-    talk = chat.Chat(chat.load_tokenizer(job.plan.base, job.plan.base_commit), settings.thinking)
-    rows, source, counts = dataset.sft_rows(settings, job.env, talk)
-    job.note(dataset_fingerprint=fingerprint(source), rows=vars(counts), batch=vars(batch))
     policy = warm_model(settings, job)
     announce_training(run, job, "sft_model_load")
     losses, guard = midrun.as_callback(midrun.Losses, run.publisher), midrun.as_callback(midrun.GradientGuard)
@@ -157,24 +141,18 @@ def run_sft(settings: Settings, run: Run) -> None:
 
 def run_rl(settings: Settings, run: Run) -> None:
     """Reinforcement learning with GRPO."""
-    job = load_job(settings, run)
-    settings = rules.fit_context(settings, job.plan.context_length)
+    job, settings = inputs.load(settings, run.redact)
+    talk, prompts, batch, way = inputs.for_rl(settings, job)
     prepare(settings, run, job)
-    talk = chat.Chat(chat.load_tokenizer(job.plan.base, job.plan.base_commit), settings.thinking)
-    prompts = dataset.rl_prompts(settings, job.env, talk)
-    batch = trainers.rl_batch(settings, job.plan, len(prompts.rows))
-    tally, scorer = rewards.Tally(), Scorer(job.env)
-    way = conversations.plan(settings, job.env, talk, prompts, scorer, tally)
-    job.note(dataset_fingerprint=fingerprint(prompts.rows), prompts_over_budget=prompts.over_budget)
     policy = warm_model(settings, job)
     announce_training(run, job, "rl_train_start")
-    history = midrun.as_callback(midrun.Rewards, run.publisher, tally)
+    progress = midrun.as_callback(midrun.Rewards, run.publisher, way.tally)
     guard = midrun.as_callback(midrun.GradientGuard)
-    trainer = trainers.grpo_trainer(settings, job.plan, talk, prompts, batch, way, [history, guard], policy)
-    train(run, job, trainer, history, guard)
-    rewards.check(settings, job.step, history.history, tally)
-    job.metrics.generated_tokens = tally.generated_tokens
-    job.note(**rewards.notes(settings, batch, history.history, tally))
+    trainer = trainers.grpo_trainer(settings, job.plan, talk, prompts, batch, way, [progress, guard], policy)
+    train(run, job, trainer, progress, guard)
+    rewards.check(settings, job.step, progress.history, way.tally)
+    job.metrics.generated_tokens = way.tally.generated_tokens
+    job.note(**rewards.notes(settings, trainer.args, progress.history, way.tally))
     deliver_adapter(settings, run, job, trainer, talk)
     finish(settings, run, job)
 
@@ -182,35 +160,14 @@ def run_rl(settings: Settings, run: Run) -> None:
 # --- the steps they share ---
 
 
-def load_job(settings: Settings, run: Run) -> Job:
-    """Load the environment and look the model up: what can be refused is refused before anything is spent."""
-    spec = settings.job
-    set_hub_timeouts()
-    env = Environment.load(spec.environment.id, spec.environment.params)
-    plan = weights.plan_weights(settings)
-    metrics = RunMetrics(arm=settings.arm, phase=settings.phase, seed=settings.seed, model_id=settings.model)
-    job = Job(env, plan, metrics)
-    job.note(
-        renderer="verifiers",
-        thinking=settings.thinking,
-        model_id=settings.model,
-        environment=env.id,
-        job_spec=json.loads(run.redact(spec.to_json())),
-        hf_transfer=settings.hf_transfer,
-        model_commit=plan.commit,
-        environment_version=env.version,
-        versions=stack_versions(),
-    )
-    return job
-
-
-def prepare(settings: Settings, run: Run, job: Job) -> None:
+def prepare(settings: Settings, run: Run, job: inputs.Job) -> None:
     """Start the setup clock, wait for the device, bring the weights."""
     run.publisher.beat(f"{settings.mode}_start")
     job.setup_began = time.monotonic()
     # Of an earlier run in this folder, whose checkpoints rotation would count.
     shutil.rmtree(settings.output_dir, ignore_errors=True)
-    gpu.wait_for_gpu(settings.device)
+    card = recipe.catalog_model(settings.model).required_vram_gb(settings.job.algorithm)
+    gpu.wait_for_gpu(settings.device, min_vram_gb=card)
     with run.publisher.counting("bytes", weights.cache_bytes):
         download_seconds = weights.prefetch(job.plan, settings)
     job.note(download_seconds=download_seconds)
@@ -222,20 +179,24 @@ def prepare(settings: Settings, run: Run, job: Job) -> None:
     )
 
 
-def warm_model(settings: Settings, job: Job) -> Any:
+def warm_model(settings: Settings, job: inputs.Job) -> Any:
     """The model that has the adapter of train.init_from_adapter already, None for a fresh run."""
     folder = warm_start.fetch(settings)
-    return warm_start.load(settings, job.plan, folder) if folder else None
+    if folder is None:
+        return None
+    model = warm_start.load(settings, job.plan, folder)
+    shutil.rmtree(folder)
+    return model
 
 
-def announce_training(run: Run, job: Job, stage: str) -> None:
+def announce_training(run: Run, job: inputs.Job, stage: str) -> None:
     """Stop the setup clock and say that training is about to begin."""
     job.metrics.setup_seconds = round(time.monotonic() - job.setup_began, 3)
     job.note(resumed=job.resumed)
     run.publisher.beat(stage, setup_seconds=job.metrics.setup_seconds, resumed=job.resumed)
 
 
-def train(run: Run, job: Job, trainer: Any, progress: Any, guard: Any) -> None:
+def train(run: Run, job: inputs.Job, trainer: Any, progress: Any, guard: Any) -> None:
     """Train, timed, and refuse a result that learnt nothing."""
     began = time.monotonic()
     with run.publisher.counting("micro_steps", lambda: progress.micro_steps):
@@ -246,7 +207,7 @@ def train(run: Run, job: Job, trainer: Any, progress: Any, guard: Any) -> None:
     job.note(train_wall=job.metrics.wall_seconds, nonfinite_steps=guard.nonfinite_steps)
 
 
-def deliver_adapter(settings: Settings, run: Run, job: Job, trainer: Any, talk: chat.Chat) -> None:
+def deliver_adapter(settings: Settings, run: Run, job: inputs.Job, trainer: Any, talk: chat.Chat) -> None:
     """Save adapter and tokenizer, and return once they are in the store."""
     folder = settings.output_dir / "adapter"
     trainers.save_adapter(trainer, talk.tokenizer, job.plan, folder)
@@ -254,7 +215,7 @@ def deliver_adapter(settings: Settings, run: Run, job: Job, trainer: Any, talk: 
     run.publisher.beat(f"{settings.mode}_trained", train_wall=job.metrics.wall_seconds, step=job.step)
 
 
-def finish(settings: Settings, run: Run, job: Job) -> None:
+def finish(settings: Settings, run: Run, job: inputs.Job) -> None:
     """Account for the run: train_meta.json, metrics.json, DONE, in this order."""
     metrics = job.metrics
     tokens = {"train_tokens": metrics.train_tokens, "generated_tokens": metrics.generated_tokens}
@@ -268,7 +229,7 @@ def finish(settings: Settings, run: Run, job: Job) -> None:
     run.publisher.upload("DONE", {"DONE": run.keep("DONE", f"{time.time():.3f}")})
     run.publisher.beat("done", step=job.step)
     run.publisher.flush()
-    sys.stdout.write(f"NODE DONE: {run.redact(strict_json(json.loads(metrics.to_json())))}\n")
+    say(f"NODE DONE: {run.redact(metrics.to_json(indent=None))}")
 
 
 # --- endings ---
@@ -277,19 +238,28 @@ def finish(settings: Settings, run: Run, job: Job) -> None:
 def replay(run: Run) -> None:
     """The job is finished already: bring its metrics back."""
     run.publisher.beat("already_done")
-    metrics = read_metrics(run.store)
-    run.local("metrics.json").parent.mkdir(parents=True, exist_ok=True)
-    run.local("metrics.json").write_bytes(metrics)
+    run.keep("metrics.json", read_metrics(run.store))
     run.publisher.stop_pings()
     run.publisher.flush()
 
 
+@retry(
+    retry=retry_if_exception_type(Unavailable), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
+)
+def is_done(store: Store) -> bool:
+    """Whether the job has finished; access is proven first, or no rights would look like no file."""
+    store.open()
+    return store.exists("DONE")
+
+
 @retry(stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True)
-def read_metrics(store: Store) -> bytes:
+def read_metrics(store: Store) -> str:
     try:
-        return store.read("metrics.json")
-    except StoreError as error:
+        text = store.read("metrics.json").decode()
+        json.loads(text)
+    except (StoreError, ValueError) as error:
         raise Unavailable(f"DONE is in the store and metrics.json cannot be read: {error}") from error
+    return text
 
 
 def report_failure(run: Run, error: BaseException) -> None:
@@ -316,6 +286,24 @@ def report_failure(run: Run, error: BaseException) -> None:
     time.sleep(run.identity.log_flush_s)
 
 
+def check(env: MutableMapping[str, str], out: TextIO) -> None:
+    """Do all of a run that needs no GPU and no weights, and write what everything resolves to."""
+    identity, problem = identify(env)
+    if problem is not None:
+        raise problem
+    settings = rules.resolve(env, identity)
+    export_token(env, identity)
+    job, settings = inputs.load(settings, redactor(identity.secrets))
+    if settings.mode == "sft":
+        _, rows, batch = inputs.for_sft(settings, job)
+        lengths = [len(row.ids) for row in rows]
+    else:
+        talk, prompts, batch, _ = inputs.for_rl(settings, job)
+        lengths = [len(talk.encode(text)) for text in prompts.texts]
+    cli.print_table(settings, out)
+    cli.print_facts(job.metrics.notes, batch, sorted(lengths), out)
+
+
 def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
     """Do what the command line asks; returns the exit code."""
     cli.set_up_logging(env, redactor(secret_values(env)))
@@ -324,7 +312,7 @@ def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
         if not arguments:
             main(env)
         elif list(arguments) == ["--check"]:
-            cli.check(env, sys.stdout)
+            check(env, sys.stdout)
         elif len(arguments) == 1 and arguments[0] in asked:
             asked[arguments[0]](sys.stdout)
         else:
@@ -340,9 +328,10 @@ def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
 
 def hard_exit(code: int) -> None:
     """Leave at once: a colocated vLLM engine may never finish an orderly shutdown."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -136,8 +136,7 @@ class Publisher:
             )
             self._slot, previous = (job.number, now), self._slot
             job.outcome.add_done_callback(lambda outcome: self._give_back(job, previous, outcome))
-        sys.stdout.write(f"HEARTBEAT {text}\n")
-        sys.stdout.flush()
+        say(f"HEARTBEAT {text}")
 
     def _write_locally(self, text: str) -> None:
         part = self.heartbeat_file.with_suffix(".part")
@@ -208,6 +207,15 @@ class Publisher:
             reraise=True,
         )
         patience(self.store.put, job.commit)
+
+
+def say(line: str) -> None:
+    """Print a protocol line; a reader that has gone away is no reason to lose the run."""
+    try:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        log.warning("stdout cannot be written: %s", error)
 
 
 def _error_of(state: RetryCallState) -> BaseException | None:

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Sequence
 
 TOKEN_SHAPES = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,})|(?<=Bearer )[\w.~+/=-]+"
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|AKIA[A-Z0-9]{16})"
+    r"|(?<=Bearer )[\w.~+/=-]+|(?<=://)[^/\s:@\"]+:[^/\s:@\"]+(?=@)"
 )
 
 

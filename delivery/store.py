@@ -4,11 +4,10 @@
 """
 
 import errno
-import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -18,19 +17,16 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 15.0, 120.0
 BUSY_STATUS = frozenset({408, 425, 429, 502, 503, 504})
+CONFLICT_STATUS = frozenset({409, 412})  # another commit was in the way
 Content = bytes | Path
 
 
 class StoreError(RuntimeError):
     """The store answered, and the answer was no: trying again later will not help by itself."""
 
-    retriable = False
-
 
 class Unavailable(StoreError):
     """The store failed to answer properly: the same request may work later."""
-
-    retriable = True
 
 
 class Unreachable(Unavailable):
@@ -125,17 +121,15 @@ class FolderStore:
 class HubStore:
     """A dataset repository on the Hub; every request has a timeout."""
 
-    def __init__(
-        self, repo: str, prefix: str, token: str, endpoint: str = "", user_agent: str = "slm-worker"
-    ):
+    def __init__(self, repo: str, prefix: str, token: str, endpoint: str = ""):
         self.repo, self.prefix, self.token = repo, PurePosixPath(prefix), token
-        self.endpoint, self.user_agent = endpoint, user_agent
+        self.endpoint = endpoint
         self.location = f"{repo}/{prefix}"
 
     def _api(self) -> Any:
         from huggingface_hub import HfApi
 
-        return HfApi(endpoint=self.endpoint or None, token=self.token or False, library_name=self.user_agent)
+        return HfApi(endpoint=self.endpoint or None, token=self.token or False, library_name="slm-worker")
 
     def open(self) -> None:
         set_hub_timeouts()
@@ -240,7 +234,12 @@ def _hub_errors(what: str) -> Iterator[None]:
         raise _store_error(what, error.__cause__ or error) from error  # both are wrapped around the cause
     except HFValidationError as error:
         raise StoreError(f"{what}: {_brief(error)}") from error
-    except (httpx2.HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError) as error:
+    except (
+        httpx2.HTTPError,
+        ConnectionError,
+        TimeoutError,
+        ValueError,
+    ) as error:  # or an answer in no known form
         raise _store_error(what, error) from error
 
 
@@ -254,7 +253,7 @@ def _store_error(what: str, error: BaseException) -> StoreError:
         message = f"{what}: the Hub answered {status} ({_brief(error)})"
         if status is None or status in BUSY_STATUS:
             return Unreachable(message, _retry_after(error.response))
-        if status >= 500:
+        if status >= 500 or status in CONFLICT_STATUS:
             return Unavailable(message)
         return StoreError(
             f"{message}; check the repository's name and the token's rights (HF_REPO, HF_TOKEN)"
@@ -299,14 +298,12 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def folder_files(
-    folder: Path, under: str, keep: Callable[[Path], bool] = lambda path: True
-) -> dict[str, Content]:
+def folder_files(folder: Path, under: str) -> dict[str, Content]:
     """Return the files of a local folder by the paths they get below `under`."""
     return {
         f"{under}/{path.relative_to(folder).as_posix()}": path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and keep(path)
+        if path.is_file()
     }
 
 

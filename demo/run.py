@@ -177,7 +177,7 @@ def worker_env(demo: Demo, mode: str, spec: Path) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     defaults = {"AUTOSLM_DEVICE": "cpu"}
     if demo.is_tiny:
-        # One micro-batch a step; more threads than one only wait for each other at this size.
+        # One micro-batch a step. A second thread gains a fifth, but can stall on busy cores.
         defaults |= {"SFT_PER_DEVICE_BS": "32", "RL_PER_DEVICE_PROMPTS": "128", "OMP_NUM_THREADS": "1"}
     else:
         defaults |= {"SFT_MAX_STEPS": REAL_MODEL_STEPS}

@@ -145,9 +145,7 @@ def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: 
 
     rng = random.Random(seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # at this size as quick as two, and sums are then added up in one order everywhere
+    torch.set_num_threads(1)  # two are a third quicker, but may round to other weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=PRETRAINING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, PRETRAINING_RATE, total_steps=PRETRAINING_STEPS, pct_start=0.1

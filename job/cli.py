@@ -3,13 +3,13 @@
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import wrap
-from typing import TextIO
+from typing import Any, TextIO
 
-from job import rules
 from job.knobs import Knob, declared
-from job.settings import Settings, identify
+from job.settings import Settings
+from recipe import Batch
 from spec import JobSpec
 
 USAGE = """\
@@ -62,43 +62,22 @@ def print_schema(out: TextIO) -> None:
     out.write(json.dumps(JobSpec.model_json_schema(), indent=2) + "\n")
 
 
-def check(env: Mapping[str, str], out: TextIO) -> None:
-    """Validate spec, variables, environment, model and rows; write what they resolve to."""
-    identity, problem = identify(env)
-    if problem is not None:
-        raise problem
-    settings = rules.resolve(env, identity)
+def print_table(settings: Settings, out: TextIO) -> None:
+    """Write one line per setting: name, value, origin."""
     for name, value, origin in settings.table():
         out.write(f"{name} = {value} ({origin})\n")
-    out.flush()
-    for fact, found in facts(settings).items():
-        out.write(f"{fact}: {found}\n")
 
 
-def facts(settings: Settings) -> dict[str, object]:
-    """What the environment, the model and the rows turn out to be."""
-    from job import dataset
-    from job.chat import Chat, load_tokenizer
-    from job.environment import Environment
-    from job.weights import plan_weights
-
-    env = Environment.load(settings.job.environment.id, settings.job.environment.params)
-    plan = plan_weights(settings)
-    chat = Chat(load_tokenizer(plan.base, plan.base_commit), settings.thinking)
-    settings = rules.fit_context(settings, plan.context_length)
-    if settings.mode == "sft":
-        rows, _, counts = dataset.sft_rows(settings, env, chat)
-        lengths = sorted(len(row.ids) for row in rows)
-        kept = f"{counts.kept} of {counts.source} rows"
-    else:
-        prompts = dataset.rl_prompts(settings, env, chat)
-        lengths = sorted(len(chat.encode(text)) for text in prompts.texts)
-        kept = f"{len(lengths)} of {len(lengths) + prompts.over_budget} prompts"
-    return {
-        "environment": f"{env.id} ({env.version}), {'conversations' if env.multi_turn else 'single turn'}",
-        "model": f"{plan.source} at {plan.commit or 'local folder'}, {plan.model_type}, {plan.dtype}",
-        "train on": f"{kept}; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
+def print_facts(notes: Mapping[str, Any], batch: Batch, lengths: Sequence[int], out: TextIO) -> None:
+    """Write what environment, model and rows turned out to be; `lengths` are sorted token counts."""
+    facts = {
+        "environment": f"{notes['environment']} ({notes['environment_version']})",
+        "model": f"{notes['model_id']} at {notes['model_commit'] or 'a local folder'}",
+        "train on": f"{len(lengths)} rows, median {lengths[len(lengths) // 2]} tokens, longest {lengths[-1]}",
+        "batch": f"{batch.micro} x {batch.accumulation}",
     }
+    for fact, found in facts.items():
+        out.write(f"{fact}: {found}\n")
 
 
 class RedactedFormatter(logging.Formatter):

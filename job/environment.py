@@ -4,6 +4,7 @@ Written for the classic environments of verifiers 0.3.1 (`vf.SingleTurnEnv`, `vf
 """
 
 import copy
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -228,7 +229,11 @@ def _message(one: Any) -> Message:
         raise EnvironmentProblem(
             f"{repr(one)[:80]} is no message: a list in a row's prompt or target holds messages with a role"
         )
-    return _without_nulls(plain)
+    message = _without_nulls(plain)
+    parts = message.get("content")
+    if isinstance(parts, list) and parts and all(part.get("type") == "text" for part in parts):
+        message["content"] = "".join(part["text"] for part in parts)  # text, which every template renders
+    return message
 
 
 def _without_nulls(value: Any) -> Any:
@@ -283,10 +288,16 @@ def check_rubric(rubric: Any, columns: Sequence[str]) -> None:
             missing = [name for name in _required_arguments(func) if weight and name not in known]
             if missing:
                 raise EnvironmentProblem(
-                    f"reward function {func.__name__!r} requires the argument {missing[0]!r}, which"
+                    f"reward function {function_name(func)!r} requires the argument {missing[0]!r}, which"
                     " is none of"
                     f" {', '.join(sorted(SCORABLE))} and no column of the rows"
                 )
+
+
+def function_name(func: Any) -> str:
+    """A reward function's name; a partial or an object with `__call__` has none of its own."""
+    inner = func.func if isinstance(func, functools.partial) else func
+    return inner.__name__ if hasattr(inner, "__name__") else type(inner).__name__
 
 
 def _required_arguments(func: Callable[..., Any]) -> list[str]:

@@ -3,9 +3,9 @@
 import difflib
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
@@ -201,7 +201,7 @@ class Source(PydanticBaseSettingsSource):
 def sources(table: type[BaseSettings], env: Mapping[str, str], spec: JobSpec | None) -> tuple[Source, ...]:
     """What was said about `table`, the most important first: spec-wins, variables, JobSpec, catalog."""
     knobs = declared(table)
-    said = {} if spec is None else {one.name: _look_up(spec, one.spec) for one in knobs if one.spec}
+    said = {} if spec is None else {one.name: _look_up(spec, one) for one in knobs if one.spec}
     said = {name: value for name, value in said.items() if value is not None}
     wins = {one.name for one in knobs if one.spec_wins}
     entry = recipe.catalog_model(spec.model) if spec is not None else None
@@ -219,8 +219,11 @@ def origins(found: Iterable[Source]) -> dict[str, str]:
     return {name: source.origin for source in reversed(list(found)) for name in source.values}
 
 
-def _look_up(spec: JobSpec, dotted: str) -> Any:
-    return reduce(getattr, dotted.split("."), spec)
+def _look_up(spec: JobSpec, one: Knob) -> Any:
+    """What the JobSpec says, None where it is silent; its own defaults count for a field that always wins."""
+    section, _, name = one.spec.rpartition(".")
+    holder = getattr(spec, section) if section else spec
+    return getattr(holder, name) if one.spec_wins or name in holder.model_fields_set else None
 
 
 def _variables(table: type[BaseSettings], knobs: Iterable[Knob], env: Mapping[str, str]) -> dict[str, str]:
@@ -254,11 +257,22 @@ def accepts(field: FieldInfo, text: str) -> bool:
     return True
 
 
-def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Texts that may never leave the machine."""
-    return tuple(
-        text.strip() for name, text in env.items() if SECRET_NAME.search(name) and len(text.strip()) >= 8
-    )
+def secret_values(env: Mapping[str, str], spec: JobSpec | None = None) -> tuple[str, ...]:
+    """Texts that may never leave the machine: variables and loader parameters that are named like secrets."""
+    named = [*env.items(), *_leaves(spec.environment.params if spec else {})]
+    return tuple(text.strip() for name, text in named if SECRET_NAME.search(name) and len(text.strip()) >= 8)
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in nested parameters with the name it stands under."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner, name)
+    elif isinstance(value, str):
+        yield name, value
 
 
 # --- refusals -------------------------------------------------------------------------------------

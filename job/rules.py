@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 import recipe
 from job import knobs
@@ -36,6 +37,7 @@ def check(settings: Settings) -> None:
     check_job(settings)
     check_thinking(settings)
     check_weights(settings)
+    check_folders(settings)
     check_not_yet(settings)
     check_sft(settings) if settings.mode == "sft" else check_rl(settings)
     warn_ignored(settings, settings.job)
@@ -79,7 +81,7 @@ def check_catalog(spec: JobSpec) -> None:
 
 
 def check_thinking(settings: Settings) -> None:
-    ability = recipe.catalog_model(settings.model.partition("@")[0]).thinking
+    ability = recipe.catalog_model(settings.model).thinking
     if ability == "none" and settings.thinking:
         raise SettingsError(f"JobSpec thinking=true: {settings.model} cannot think; set it to false")
     if ability == "always" and not settings.thinking:
@@ -97,18 +99,27 @@ def check_weights(settings: Settings) -> None:
         log.warning("AUTOSLM_QUANT_REPO=%s is not used: the tier is bf16", settings.quant_repo)
 
 
+def check_folders(settings: Settings) -> None:
+    """Refuse inputs inside the trainer's output folder, which every run begins by deleting."""
+    output = settings.output_dir.resolve()
+    inside = {"JobSpec model": Path(settings.model), "AUTOSLM_STORE_DIR": settings.store_dir}
+    for knob, path in inside.items():
+        if path.resolve().is_relative_to(output):
+            raise SettingsError(f"{knob}={str(path)!r}: lies in {output}, which this run deletes; move it")
+
+
 def check_not_yet(settings: Settings) -> None:
     """Refuse what the contract names and this version does not do, rather than ignore it."""
     unsupported = {
         f"WORLD_SIZE={settings.processes}": settings.processes > 1,
-        f"AUTOSLM_QUANT={settings.quant}": settings.quant != "bf16",
+        f"AUTOSLM_QUANT={settings.quant} (set it to bf16)": settings.quant != "bf16",
         f"AUTOSLM_EVAL_EVERY_STEPS={settings.eval_every_steps}": settings.eval_every_steps > 0,
         "AUTOSLM_MERGE=on": settings.merge,
         f"AUTOSLM_REPORT_TO={','.join(settings.report_to)}": bool(settings.report_to),
     }
     for what, asked in unsupported.items():
         if asked:
-            raise SettingsError(f"{what}: not supported by this version of the worker; leave it unset")
+            raise SettingsError(f"{what}: not supported by this version of the worker")
 
 
 def check_sft(settings: Settings) -> None:
@@ -139,11 +150,6 @@ def check_rl(settings: Settings) -> None:
         )
     if settings.rl_use_vllm and settings.rl_adapter_sync == "adapter":
         recipe.served_rank(settings.lora_rank)
-    if settings.quant == "4bit-qlora" and settings.rl_use_vllm and settings.rl_adapter_sync == "merge":
-        raise SettingsError(
-            "RL_ADAPTER_SYNC=merge: merging would destroy 4-bit weights; use RL_ADAPTER_SYNC=adapter"
-            " or RL_USE_VLLM=0"
-        )
 
 
 def fit_context(settings: Settings, context_length: int) -> Settings:

@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from job.environment import Environment, Row, info, rubric_tree
+from job.environment import Environment, Row, function_name, info, rubric_tree
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Problems = dict[str, str]  # what went wrong, by the trajectory it spoils
+Problems = dict[int, str]  # by the identity of the state that is spoilt: environments write its fields
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ class Score:
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     problem: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The problem's type: `<Type>: …`, or `<function>: <Type>: …`."""
+        parts = self.problem.split(": ")
+        return next((one for one in parts if one[:1].isupper()), parts[0])[:60]
 
 
 class SampledReply:
@@ -141,7 +147,7 @@ class Scorer:
         if state["error"]:
             return Score(None, problem=repr(state["error"]))
         metrics = dict(state["metrics"] or {})
-        problem = self.problems.pop(state["trajectory_id"], "")
+        problem = self.problems.pop(id(state), "")
         if problem:
             return Score(None, metrics, problem)
         return Score(state["reward"] if self.has_weighted else contains_answer(row, state), metrics)
@@ -160,10 +166,10 @@ class Scorer:
 def _recorded(func: Callable[..., Any], problems: Problems | None) -> Callable[..., Awaitable[float]]:
     @functools.wraps(func)
     async def recorded(**objects: Any) -> float:
-        with _Noting(problems, [objects["state"]], func.__name__):
+        with _Noting(problems, [objects["state"]], function_name(func)):
             return _number(await _awaited(func(**_accepted(func, objects))))
 
-    return _with_signature(recorded, ())
+    return _with_signature(recorded, func, ())
 
 
 def _recorded_group(
@@ -171,11 +177,11 @@ def _recorded_group(
 ) -> Callable[..., Awaitable[list[float]]]:
     @functools.wraps(func)
     async def recorded(**objects: Any) -> list[float]:
-        with _Noting(problems, objects["states"], func.__name__):
+        with _Noting(problems, objects["states"], function_name(func)):
             scores = await _awaited(func(**_accepted(func, objects)))
             return [_number(score) for score, _ in zip(scores, objects["states"], strict=True)]
 
-    return _with_signature(recorded, ("states",))
+    return _with_signature(recorded, func, ("states",))
 
 
 @dataclass
@@ -190,7 +196,7 @@ class _Noting:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and self.problems is not None:
-            keys = [state["trajectory_id"] for state in self.states]
+            keys = [id(state) for state in self.states]
             self.problems |= dict.fromkeys(keys, f"{self.name}: {type(error).__name__}: {error}")
 
 
@@ -214,10 +220,11 @@ def _accepted(func: Callable[..., Any], objects: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in objects.items() if name in parameters}
 
 
-def _with_signature(recorded: Any, names: Sequence[str]) -> Any:
+def _with_signature(recorded: Any, func: Any, names: Sequence[str]) -> Any:
     """Make the library pass everything: it looks at signatures, and knows group functions by plural names."""
     named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     rest = inspect.Parameter("objects", inspect.Parameter.VAR_KEYWORD)
+    recorded.__name__ = function_name(func)
     recorded.__signature__ = inspect.Signature([*named, rest])
     return recorded
 

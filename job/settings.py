@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
 
 import recipe
@@ -65,7 +65,9 @@ class Identity(BaseSettings):
     store_dir: Path = knob(
         "AUTOSLM_STORE_DIR", "the folder store, used when no repository is named", Path("artifacts")
     )
-    work_dir: Path = knob("AUTOSLM_WORK_DIR", "root of every local file", Path("/tmp"))
+    work_dir: Annotated[Path, AfterValidator(Path.absolute)] = knob(
+        "AUTOSLM_WORK_DIR", "root of every local file", Path("/tmp")
+    )
     token: Text = knob(
         "HF_TOKEN", "token for all Hub traffic (HUGGINGFACE_TOKEN is the same)", "", repr=False
     )
@@ -89,7 +91,7 @@ class Identity(BaseSettings):
         """Resolve the table from `env` and `spec`; raises SettingsError with one line."""
         sources = knobs.sources(cls, env, spec)
         origins = knobs.origins(sources)
-        given = {"spec": spec, "origins": origins, "secrets": knobs.secret_values(env)}
+        given = {"spec": spec, "origins": origins, "secrets": knobs.secret_values(env, spec)}
         knobs.check_overruled(cls, env)
         try:
             return cls(_build_sources=((*sources, InitSettingsSource(cls, given)), {}))

@@ -31,7 +31,6 @@ class WeightsPlan:
 
     base: str
     source: str
-    revision: str | None
     commit: str | None
     base_commit: str | None
     dtype: str
@@ -60,9 +59,10 @@ class WeightsPlan:
 
         return snapshot_download(self.source, revision=self.commit, ignore_patterns=IGNORED_FILES)
 
-    def model_init_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for `from_pretrained`: explicit precision, no device map, the recorded commit."""
-        return {"dtype": self.dtype, "device_map": None, "revision": self.commit or "main"}
+    def model_init_kwargs(self, settings: Settings) -> dict[str, Any]:
+        """Keyword arguments of every load: precision, no device map, packing's attention."""
+        attention = {"attn_implementation": "flash_attention_2"} if settings.sft_packing else {}
+        return {"dtype": self.dtype, "device_map": None, **attention}
 
     def lora_config(self, settings: Settings) -> Any:
         """The peft configuration of a fresh adapter."""
@@ -91,7 +91,6 @@ def plan_weights(settings: Settings) -> WeightsPlan:
     return WeightsPlan(
         base=base,
         source=source,
-        revision=revision or None,
         commit=commit,
         base_commit=base_commit,
         dtype=dtype,

@@ -152,13 +152,13 @@ def build(env: dict[str, str], *, dtype: str = "float32", policy: Any = None) ->
     settings = rules.fit_context(settings, plan.context_length)
     talk = chat.Chat(chat.load_tokenizer(plan.base, None), settings.thinking)
     prompts = dataset.rl_prompts(settings, loaded, talk)
-    batch = trainers.rl_batch(settings, plan, len(prompts.rows))
+    batch = trainers.rl_batch(settings, plan, loaded, len(prompts.rows))
     tally = rewards.Tally()
     reward = WatchedReward(settings, talk, prompts, WatchedScorer(loaded), tally)
     history = midrun.as_callback(midrun.Rewards, Silent(), tally)
     guard = midrun.as_callback(midrun.GradientGuard)
     model = policy(settings, plan) if policy else None
     trainer = trainers.grpo_trainer(
-        settings, plan, talk, prompts, batch, Way(reward), [history, guard], policy=model
+        settings, plan, talk, prompts, batch, Way(tally, reward), [history, guard], policy=model
     )
     return Trial(settings, plan, talk, prompts, batch, reward, history, guard, trainer)

@@ -247,7 +247,7 @@ def test_nulls_inside_a_message_go_too() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
     assert load("toy-words", size=1).prompt({"prompt": messages}) == [
-        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "user", "content": "hello"},
         {
             "role": "assistant",
             "tool_calls": [{"function": {"name": "price", "arguments": {"item": "bread"}}}],

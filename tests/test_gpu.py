@@ -213,3 +213,17 @@ def test_no_part_of_the_diagnostics_can_fail(plug_in, nvidia_smi, tmp_path):
     assert driver == f"{'driver ' * 100}"[:200]
     (tmp_path / "nvidia-smi").write_text("no program")
     assert len(gpu._nvidia_smi()) <= 160
+
+
+@pytest.mark.parametrize(("needed", "fits"), [(0, True), (24, True), (32, False)])
+def test_a_card_below_the_jobs_class_is_refused(monkeypatch, needed, fits):
+    class Card:
+        total_memory = 23.6 * 2**30
+
+    torch = SimpleNamespace(cuda=SimpleNamespace(get_device_properties=lambda index: Card))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    if fits:
+        gpu.check_memory(needed)
+    else:
+        with pytest.raises(gpu.GpuNotReady, match=r"GPU never became ready: it has 24 GB.*needs 32 GB"):
+            gpu.check_memory(needed)

@@ -105,7 +105,7 @@ def test_some_samples_without_a_reward(run: Callable[..., Run]) -> None:
     done = run("brittle", train={"steps": 4}, RL_USE_VLLM=1)
     notes = done.notes
     assert 0 < notes["unscorable"] < 4 * notes["generations_per_step"]
-    assert notes["rollout_errors"] == {"brittle: LookupError: no score for this one": notes["unscorable"]}
+    assert notes["rollout_errors"] == {"LookupError": notes["unscorable"]}
     counts = [beat["unscorable"] for beat in done.steps]
     assert counts == sorted(counts) and counts[-1] == notes["unscorable"]
     assert done.ended.stages[-1] == "done"
@@ -154,7 +154,7 @@ def test_no_prompt_left_is_refused(run: Callable[..., Run]) -> None:
     message = str(done.ended.error)
     assert "no training prompt of 24 fits the budget of 120 tokens" in message
     assert "RL_VLLM_MAX_LEN 128" in message and "RL_MAX_COMPLETION 8" in message
-    assert done.ended.stages == ["boot", "rl_start", "model_prefetched", "error_rl"]
+    assert done.ended.stages == ["boot", "error_rl"]
 
 
 def test_more_prompts_a_step_than_there_are(

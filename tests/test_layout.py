@@ -277,7 +277,6 @@ def stages(mode: str) -> set[str]:
 PLAN = WeightsPlan(
     base="b",
     source="b",
-    revision=None,
     commit=None,
     base_commit=None,
     dtype="float32",

@@ -57,8 +57,16 @@ REFUSALS: list[tuple[dict[str, str], dict | None, str]] = [
     ({}, {**RL, "model": "t/never"}, "JobSpec thinking=true: t/never cannot think"),
     ({}, {**RL, "model": "t/never@v1"}, "JobSpec thinking=true: t/never@v1 cannot think"),
     ({}, {**SFT, "model": "t/always", "thinking": False}, "JobSpec thinking=false: t/always always thinks"),
-    ({}, {**RL, "model": BIG_MODEL}, "AUTOSLM_QUANT=4bit-qlora: not supported by this version"),
-    ({"AUTOSLM_QUANT": "4bit-qlora"}, SFT, "AUTOSLM_QUANT=4bit-qlora: not supported by this version"),
+    (
+        {},
+        {**RL, "model": BIG_MODEL},
+        "AUTOSLM_QUANT=4bit-qlora (set it to bf16): not supported by this version",
+    ),
+    (
+        {"AUTOSLM_QUANT": "4bit-qlora"},
+        SFT,
+        "AUTOSLM_QUANT=4bit-qlora (set it to bf16): not supported by this version",
+    ),
     ({"AUTOSLM_EVAL_EVERY_STEPS": "5"}, SFT, "AUTOSLM_EVAL_EVERY_STEPS=5: not supported by this version"),
     ({"AUTOSLM_MERGE": "on"}, SFT, "AUTOSLM_MERGE=on: not supported by this version"),
     ({"AUTOSLM_REPORT_TO": "wandb, mlflow"}, SFT, "AUTOSLM_REPORT_TO=wandb,mlflow: not supported"),
@@ -122,14 +130,6 @@ def test_packages_that_are_there_are_accepted(tmp_path, monkeypatch):
     rules.check(read({"SFT_PACKING": "on", "SFT_LIGER": "on"}, SFT))
     with pytest.raises(SettingsError, match="SFT_PACKING=on"):
         rules.check(read({"SFT_PACKING": "on", "AUTOSLM_DEVICE": "cpu"}, SFT))
-
-
-def test_four_bit_weights_cannot_be_merged_into():
-    env = {"AUTOSLM_QUANT": "4bit-qlora", "RL_ADAPTER_SYNC": "merge"}
-    with pytest.raises(SettingsError, match="RL_ADAPTER_SYNC=merge: merging would destroy 4-bit weights"):
-        rules.check_rl(read(env, RL))
-    rules.check_rl(read({**env, "RL_USE_VLLM": "off"}, RL))
-    rules.check_rl(read({**env, "RL_ADAPTER_SYNC": "adapter"}, RL))
 
 
 @pytest.mark.parametrize(

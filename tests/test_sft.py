@@ -448,20 +448,17 @@ class Bench:
 def bench(job: Callable[..., dict[str, str]]) -> Callable[..., Bench]:
     """Do what the worker does up to the trainer; arguments are those of `job`."""
     import worker
-    from job import chat, dataset, rules
+    from job import rules
     from job.settings import identify
-    from training import trainers
+    from training import inputs
 
     def make(*args: Any, callbacks: Sequence[Any] = (), **more: Any) -> Bench:
         env = job(*args, **more)
         identity, problem = identify(env)
         assert problem is None
         run = worker.Run.begin(identity)
-        settings = rules.resolve(env, identity)
-        found = worker.load_job(settings, run)
-        talk = chat.Chat(chat.load_tokenizer(found.plan.base, found.plan.base_commit), settings.thinking)
-        rows, _, _ = dataset.sft_rows(settings, found.env, talk)
-        batch = trainers.sft_batch(settings, found.plan)
+        found, settings = inputs.load(rules.resolve(env, identity), run.redact)
+        talk, rows, batch = inputs.for_sft(settings, found)
         return Bench(settings, run, found, talk, rows, batch, list(callbacks))
 
     return make

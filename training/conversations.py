@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 class Way:
     """What TRL is given besides the model: the reward, who plays, and what that needs."""
 
+    tally: Tally
     reward: Any
     rollout: Rollout | None = None
     tools: Sequence[Any] = ()
@@ -30,19 +31,18 @@ class Way:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def plan(
-    settings: Settings, env: Environment, chat: Chat, prompts: Prompts, scorer: Scorer, tally: Tally
-) -> Way:
+def plan(settings: Settings, env: Environment, chat: Chat, prompts: Prompts, scorer: Scorer) -> Way:
     """Choose the way for this environment; raises SettingsError or NoExactGlue when there is none."""
+    tally = Tally()
     if not env.multi_turn:
-        return Way(EnvironmentReward(settings, chat, prompts, scorer, tally))
+        return Way(tally, EnvironmentReward(settings, chat, prompts, scorer, tally))
     has_tools = bool(env.loaded.tool_defs)
     if env.is_tool_env and not has_tools:
         log.warning("%s is a tool environment without tools: played as a conversation", env.id)
     if settings.rl_tool_loop == "trl":
         return trl_way(settings, env, chat, prompts, scorer, tally)
     rollout = Rollout(settings, env, chat, prompts, scorer, renderer_for(chat, has_tools))
-    return Way(RolloutReward(rollout, tally), rollout)
+    return Way(tally, RolloutReward(rollout, tally), rollout)
 
 
 def trl_way(
@@ -51,6 +51,7 @@ def trl_way(
     """TRL's own loop, which renders messages itself and calls the tools directly."""
     tool_loop.check(env, chat)
     return Way(
+        tally,
         tool_loop.TranscriptReward(settings, env, prompts, scorer, tally),
         tools=env.loaded.tools,
         tool_schemas=env.tools({}),

@@ -118,7 +118,12 @@ def renderer_for(chat: Chat, with_tools: bool) -> Any:
 
     if chat.tokenizer.name_or_path in MODEL_RENDERER_MAP:
         own = create_renderer(chat.tokenizer, chat_template_kwargs={"enable_thinking": chat.thinking})
-        if all(own.render_ids(one, add_generation_prompt=True) == chat.prompt_ids(one) for one in PROBES):
+        tools = [PROBE_TOOL] if with_tools else []
+        if all(
+            own.render_ids(one, tools=tools or None, add_generation_prompt=True)
+            == chat.prompt_ids(one, tools)
+            for one in PROBES
+        ):
             return own
         log.warning(
             "the renderer of %s differs from its template: using the generic one", chat.tokenizer.name_or_path
@@ -129,10 +134,19 @@ def renderer_for(chat: Chat, with_tools: bool) -> Any:
             f"the chat template of {chat.tokenizer.name_or_path} teaches no tool format that is known"
             f" ({', '.join(name for _, name in TOOL_FORMATS)}): a tool environment cannot be rolled out on it"
         )
-    generic.glue([{"role": "user", "content": "y"}])
+    for role in ("user", "tool") if with_tools else ("user",):
+        generic.glue([{"role": role, "content": "y"}])
     return generic
 
 
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    },
+}
 PROBES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "Hi."}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " two  spaces\n"}],

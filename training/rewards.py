@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import recipe
 from job.chat import Chat, split_thinking
 from job.dataset import Prompts
 from job.scoring import Reply, Score, Scorer
@@ -32,15 +31,13 @@ class Tally:
     unscorable: int = 0
     batches: int = 0
     bridge_breaks: int = 0
-    problems: Counter[str] = field(default_factory=Counter)
+    problems: Counter[str] = field(default_factory=Counter)  # by type
+    example: str = ""
 
     def check(self) -> None:
         """Raise NothingScored when no sample of the run so far has a reward."""
         if self.unscorable and not self.scored:
-            problem, count = self.problems.most_common(1)[0]
-            raise NothingScored(
-                f"none of {self.unscorable} samples could be scored, {count} of them because of: {problem}"
-            )
+            raise NothingScored(f"none of {self.unscorable} samples could be scored, such as: {self.example}")
 
 
 class EnvironmentReward:
@@ -130,7 +127,8 @@ def count(tally: Tally, scores: Sequence[Score], log_metric: Callable[[str, floa
     tally.unscorable += len(failed)
     tally.scored += len(scores) - len(failed)
     tally.batches += 1
-    tally.problems.update(one.problem[:200] for one in failed)
+    tally.problems.update(one.kind for one in failed)
+    tally.example = failed[0].problem if failed else tally.example
     if failed:
         log.warning("%d of %d samples could not be scored: %s", len(failed), len(scores), failed[0].problem)
     if tally.batches >= HOPELESS_BATCHES:
@@ -153,27 +151,28 @@ def check(settings: Settings, steps_made: int, history: Sequence[float], tally: 
         raise RuntimeError(f"training ended after {steps_made} of {settings.rl_steps} steps")
 
 
-def notes(settings: Settings, batch: recipe.Batch, history: Sequence[float], tally: Tally) -> dict[str, Any]:
-    """What metrics.json says of a GRPO run."""
+def notes(settings: Settings, args: Any, history: Sequence[float], tally: Tally) -> dict[str, Any]:
+    """What metrics.json says of a GRPO run; `args` are the trainer's own."""
+    generations = args.per_device_train_batch_size * args.gradient_accumulation_steps
     return {
-        "steps": settings.rl_steps,
+        "steps": args.max_steps,
         "reward_history": list(history),
         "gen_tokens_is_upper_bound": False,
-        "max_completion_len": settings.rl_max_completion,
-        "prompts_per_step": batch.sequences // settings.rl_group_size,
-        "generations_per_step": batch.sequences,
-        "group_size": settings.rl_group_size,
-        "per_device_train_batch_size": batch.micro,
-        "gradient_accumulation_steps": batch.accumulation,
+        "max_completion_len": args.max_completion_length,
+        "prompts_per_step": generations // args.num_generations,
+        "generations_per_step": generations,
+        "group_size": args.num_generations,
+        "per_device_train_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "unscorable": tally.unscorable,
         "bridge_breaks": tally.bridge_breaks,
         "rollout_errors": dict(tally.problems),
         "grpo_recipe": {
-            "lr_scheduler": "constant",
-            "beta": settings.kl_penalty_coef,
-            "scale_rewards": "none",
-            "loss_type": "dr_grpo",
-            "temperature": settings.temperature,
+            "lr_scheduler": str(args.lr_scheduler_type.value),
+            "beta": args.beta,
+            "scale_rewards": args.scale_rewards,
+            "loss_type": args.loss_type,
+            "temperature": args.temperature,
             "advantage_clip": settings.advantage_clip,
             "thinking_length_penalty_coef": settings.thinking_length_penalty_coef,
             "init_from_adapter": settings.init_from_adapter,

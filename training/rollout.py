@@ -74,6 +74,11 @@ class PolicyClient:
     async def raise_from_native_response(self, response: Any) -> None:
         """An empty reply is a turn like any other, or a policy that says nothing would never be penalised."""
 
+    async def to_native_tool(self, tool: Any) -> dict[str, Any]:
+        """A schema as `Environment.tools` writes it for SFT; the library's has a `strict` of its own."""
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+        return {"type": "function", "function": function}
+
 
 def policy_client(transport: Transport, renderer: Any) -> Any:
     from verifiers.clients.renderer_client import RendererClient
@@ -169,6 +174,7 @@ class Rollout:
         self.tool_failures = 0
         for one in env.members():
             self._count_failures(one)
+            end_on_silence(one)
             if not one.max_turns or one.max_turns <= 0:
                 one.max_turns = env.max_turns
             if one.timeout_seconds is None:
@@ -238,6 +244,19 @@ class Rollout:
         """Tokens for a rollout without a model turn: TRL needs some; no reward keeps them out of the loss."""
         prompt = self.chat.prompt_ids(self.env.prompt(row), self.env.tools(row))
         return Flat(prompt, [self.chat.end_of_turn_id], [0.0], [1])
+
+
+def end_on_silence(member: Any) -> None:
+    """End a conversation whose environment answers nothing; the library would ask the model once more."""
+    plain = member.env_response
+
+    async def answered(messages: Any, state: Any, **more: Any) -> Any:
+        answer = await plain(messages, state, **more)
+        if not answer and state.get("final_env_response") is None:
+            state["final_env_response"] = []
+        return answer
+
+    member.env_response = answered
 
 
 def _trajectory(state: Any) -> Sequence[Any]:

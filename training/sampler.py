@@ -5,15 +5,12 @@ so that conversations never wait for each other's environments.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from training.engine import PolicyEngine, sampler_seed, seeded
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,9 +51,12 @@ class Waiting:
         self.serve = serve
         self.futures: dict[str, tuple[Request, asyncio.Future[Sample]]] = {}
         self.task: asyncio.Task[None] | None = None
+        self.failure: Exception | None = None
         self.count = 0
 
     def add(self, request: Request) -> tuple[str, "asyncio.Future[Sample]"]:
+        if self.task is not None and self.task.done():
+            self.task.result()  # what sampling failed with, if it did
         self.count += 1
         key, future = f"turn-{self.count}", asyncio.get_running_loop().create_future()
         self.futures[key] = (request, future)
@@ -82,15 +82,19 @@ class Waiting:
     async def close(self) -> list[str]:
         """Stop serving; returns the keys of requests that were still on their way."""
         left = list(self.futures)
+        self.futures.clear()
+        self.failure = None
         if self.task is not None:
             self.task.cancel()
             results = await asyncio.gather(self.task, return_exceptions=True)
             self.task = None
-            errors = [one for one in results if isinstance(one, Exception)]
-            if errors:
-                log.error("sampling failed: %s", errors[0])
-        self.futures.clear()
+            self.failure = next((one for one in results if isinstance(one, Exception)), None)
         return left
+
+    def check(self) -> None:
+        """Raise what sampling failed with: conversations without an engine are no unscorable samples."""
+        if self.failure is not None:
+            raise self.failure
 
 
 class EngineSampler:
@@ -109,16 +113,16 @@ class EngineSampler:
                 left = await self.waiting.close()
                 if left:
                     self.engine.llm.llm_engine.abort_request(left)
+        self.waiting.check()
 
     async def sample(self, request: Request) -> Sample:
         key, future = self.waiting.add(request)
-        self.engine.submit(key, request)
         try:
+            self.engine.submit(key, request)
             return await future
-        except asyncio.CancelledError:
+        finally:  # refused by the engine, or nobody waits for it any more
             if self.waiting.futures.pop(key, None):
                 self.engine.llm.llm_engine.abort_request([key])
-            raise
 
     def _step(self) -> None:
         for out in self.engine.llm.llm_engine.step():
@@ -145,6 +149,7 @@ class ModelSampler:
             yield
         finally:
             await self.waiting.close()
+        self.waiting.check()
 
     async def sample(self, request: Request) -> Sample:
         key, future = self.waiting.add(request)

@@ -5,6 +5,7 @@ these is refused. The default loop, verifiers' own, serves them all.
 """
 
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,21 +74,21 @@ class TranscriptReward:
 
 def as_verifiers(transcript: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """TRL's messages as verifiers takes them: tool calls flat, each with an id that its answer names."""
-    messages, calls = [], 0
+    messages, ids = list[dict[str, Any]](), itertools.count()
+    unanswered: list[str] = []
     for message in transcript:
-        plain = {key: value for key, value in message.items() if key in ("role", "content", "tool_call_id")}
-        if message["role"] == "assistant" and message.get("tool_calls"):
+        plain: dict[str, Any] = {
+            "content": "",
+            **{key: message[key] for key in ("role", "content") if key in message},
+        }
+        if message.get("tool_calls"):
             functions = [one["function"] for one in message["tool_calls"]]
+            unanswered = [f"call_{next(ids)}" for _ in functions]
             plain["tool_calls"] = [
-                {
-                    "id": f"call_{calls + index}",
-                    "name": one["name"],
-                    "arguments": json.dumps(one["arguments"]),
-                }
-                for index, one in enumerate(functions)
+                {"id": call, "name": one["name"], "arguments": json.dumps(one["arguments"])}
+                for call, one in zip(unanswered, functions, strict=True)
             ]
-            calls += len(functions)
         if message["role"] == "tool":
-            plain["tool_call_id"] = message.get("tool_call_id") or f"call_{calls - 1}"
-        messages.append({"content": "", **plain})
+            plain["tool_call_id"] = unanswered.pop(0)
+        messages.append(plain)
     return messages

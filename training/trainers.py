@@ -13,6 +13,7 @@ from typing import Any
 import recipe
 from job.chat import Chat, Row
 from job.dataset import Prompts
+from job.environment import Environment
 from job.settings import Settings, SettingsError
 from job.weights import WeightsPlan
 from training import engine
@@ -99,7 +100,7 @@ def sft_batch(settings: Settings, plan: WeightsPlan) -> recipe.Batch:
     return recipe.sft_batch(settings.sft_batch_size, ceiling)
 
 
-def rl_batch(settings: Settings, plan: WeightsPlan, prompts: int) -> recipe.Batch:
+def rl_batch(settings: Settings, plan: WeightsPlan, env: Environment, prompts: int) -> recipe.Batch:
     """Micro-batch in completions and accumulation; no more prompts a step than there are."""
     if settings.rl_prompts_per_step > prompts:
         log.warning(
@@ -107,8 +108,9 @@ def rl_batch(settings: Settings, plan: WeightsPlan, prompts: int) -> recipe.Batc
             settings.rl_prompts_per_step,
             prompts,
         )
+    length = settings.rl_vllm_max_len if env.multi_turn else settings.rl_max_completion
     ceiling = settings.rl_per_device_prompts or recipe.grpo_completions_ceiling(
-        settings.thinking, settings.rl_max_completion, plan.vocab_size
+        settings.thinking, length, plan.vocab_size
     )
     return recipe.grpo_batch(min(settings.rl_prompts_per_step, prompts), settings.rl_group_size, ceiling)
 
@@ -128,7 +130,7 @@ def common_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch)
         "use_cpu": not on_gpu,
         "gradient_checkpointing": on_gpu,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if on_gpu else None,
-        "model_init_kwargs": model_init_kwargs(settings, plan),
+        "model_init_kwargs": plan.model_init_kwargs(settings),
         "report_to": [],
         "logging_nan_inf_filter": False,  # it would log the mean of earlier losses instead of the NaN
         "disable_tqdm": not sys.stderr.isatty(),
@@ -235,7 +237,7 @@ class PolicyTrainer:
 
     def follow(self: Any, settings: Settings, chat: Chat, way: Way) -> None:
         """Take what the methods below need; called once, before training."""
-        self.settings, self.chat, self.tally = settings, chat, way.reward.tally
+        self.settings, self.chat, self.tally = settings, chat, way.tally
         self.tool_schemas = way.tool_schemas
         self.eos_token_ids = sorted({*self.eos_token_ids, *chat.stop_ids})
         if settings.rl_use_vllm:
@@ -290,12 +292,6 @@ class PolicyTrainer:
                 f"sampler and trainer disagree by {gaps[-1]:.2f} nats a token: the engine does not run the"
                 " policy (RL_ADAPTER_SYNC)"
             )
-
-
-def model_init_kwargs(settings: Settings, plan: WeightsPlan) -> dict[str, Any]:
-    """Keyword arguments that TRL loads the model with."""
-    attention = {"attn_implementation": "flash_attention_2"} if settings.sft_packing else {}
-    return {**plan.model_init_kwargs(), **attention}
 
 
 def plainly(trainer: Any) -> Any:

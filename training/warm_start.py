@@ -86,7 +86,7 @@ def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
             settings, f"its config says rank {rank}, but {wrong[0]} has rank {saved[wrong[0]].shape[0]}"
         )
     try:
-        base = create_model_from_path(plan.snapshot(), **plan.model_init_kwargs())
+        base = create_model_from_path(plan.snapshot(), **plan.model_init_kwargs(settings))
         model = PeftModel.from_pretrained(base, str(folder), is_trainable=True)
     except (RuntimeError, ValueError) as error:
         raise _problem(
