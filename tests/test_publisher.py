@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -638,3 +640,14 @@ def test_the_inner_counter_is_watched_until_its_context_ends(make):
             assert publisher._pulse._watched[-1][0] == "micro_steps"
         assert publisher._pulse._watched[-1][0] == "bytes"
     assert publisher._pulse._watched[-1][0] == "cpu_seconds"
+
+
+def test_a_reader_that_has_gone_away_costs_no_beat(make, store, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    publisher = make()
+    monkeypatch.setattr(sys, "stdout", Gone())
+    publisher.beat("boot")
+    assert publisher.flush(10) and json.loads(publisher.heartbeat_file.read_text())["stage"] == "boot"

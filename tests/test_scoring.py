@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,28 @@ def test_a_negative_weight_and_a_score_that_is_no_float(score: Any) -> None:
         return completion[-1].content == answer
 
     assert rewards(score(right, length, texts=["7", "123"], weights=[2.0, -0.5])) == [1.5, -1.5]
+
+
+def test_functions_without_a_name_of_their_own_count(score: Any) -> None:
+    class Bonus:
+        def __call__(self, completion: Any) -> float:
+            return 100.0
+
+    def scaled(completion: Any, scale: float) -> float:
+        return scale
+
+    for func, name in ((Bonus(), "Bonus"), (functools.partial(scaled, scale=100.0), "scaled")):
+        [one] = score(func)
+        assert one.reward == 100.0 and one.metrics[name] == 100.0
+
+
+def test_a_failure_is_noted_whatever_the_function_does_to_the_state(score: Any) -> None:
+    def rude(state: Any) -> float:
+        state["trajectory_id"] = "same"
+        raise LookupError("no such thing")
+
+    scores = score(rude, texts=("a", "b"))
+    assert rewards(scores) == [None, None] and [one.kind for one in scores] == ["LookupError"] * 2
 
 
 def test_a_function_of_weight_zero_is_only_a_metric(score: Any) -> None:

@@ -570,3 +570,10 @@ def test_anything_is_either_refused_in_one_line_or_in_range(env, spec):
         assert len(str(error).splitlines()) == 1
         return
     assert [one.name for one in knobs.declared(Settings) if not in_range(one, getattr(read, one.field))] == []
+
+
+def test_secrets_among_the_loaders_parameters_are_known():
+    params = {"api_key": "plainSecretValue", "judge": {"auth_token": "abcdefgh1234"}, "level": "not-a-secret"}
+    env = {"AUTOSLM_JOB_SPEC_JSON": json.dumps({"environment": {"id": "e", "params": params}})}
+    identity, _ = identify(env)
+    assert set(identity.secrets) == {"plainSecretValue", "abcdefgh1234"}
