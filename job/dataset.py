@@ -4,6 +4,7 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import recipe
 from job.chat import Chat, Row, drops_reasoning, truncate, unlearns_thinking
@@ -14,6 +15,8 @@ from job.settings import Settings
 log = logging.getLogger(__name__)
 
 THINKING_SAMPLE = 256
+
+Sample = TypeVar("Sample")
 
 
 class NoRows(ValueError):
@@ -100,6 +103,23 @@ class Prompts:
     @property
     def columns(self) -> dict[str, list]:
         return {"prompt": self.texts, "row": list(range(len(self.texts)))}
+
+    def groups(
+        self, indices: Sequence[int], samples: Sequence[Sample], size: int
+    ) -> list[tuple[SourceRow, list[Sample]]]:
+        """The samples of each prompt with its row; they have to stand side by side, `size` of them.
+
+        `indices` holds the row of every sample.
+        """
+        found = []
+        for start in range(0, len(indices), size):
+            own = set(indices[start : start + size])
+            if len(own) != 1:
+                raise RuntimeError(
+                    f"completions {start} to {start + size} belong to the rows {sorted(own)}, not to one"
+                )
+            found.append((self.rows[own.pop()], list(samples[start : start + size])))
+        return found
 
 
 def rl_prompts(settings: Settings, env: Environment, chat: Chat) -> Prompts:

@@ -19,6 +19,7 @@ from job.environment import Environment, Row, function_name, info, rubric_tree
 
 log = logging.getLogger(__name__)
 
+TIME_LIMIT_S = 900.0
 T = TypeVar("T")
 Problems = dict[int, str]  # by the identity of the state that is spoilt: environments write its fields
 
@@ -71,6 +72,7 @@ class Scorer:
     """Scores groups of replies to one prompt with the environment's rubric."""
 
     def __init__(self, env: Environment):
+        import verifiers as vf
         from verifiers.clients import Client
 
         Client.register(SampledReply)
@@ -78,6 +80,9 @@ class Scorer:
         self.has_weighted = False
         for rubric in rubric_tree(env.loaded.rubric):
             self._record(rubric)
+        for one in env.members():
+            if isinstance(one, vf.MultiTurnEnv) and one.timeout_seconds is None:
+                one.timeout_seconds = TIME_LIMIT_S
         # One loop for the whole run: judges keep connections that die with the loop they were opened on.
         self._loop = asyncio.Runner()
 
@@ -136,18 +141,22 @@ class Scorer:
         return [self._score(row, state, failed) for state in states]
 
     async def _apply_rubric(self, states: list[Any]) -> None:
-        await self.env.loaded.rubric.score_group(states)
-        for state in states:
-            await self.env.loaded.rubric.cleanup(state)
+        try:
+            async with asyncio.timeout(TIME_LIMIT_S):
+                await self.env.loaded.rubric.score_group(states)
+                for state in states:
+                    await self.env.loaded.rubric.cleanup(state)
+        except TimeoutError as error:
+            raise TimeoutError(f"not scored within {TIME_LIMIT_S:g} s") from error
 
     def _score(self, row: Row, state: Any, failed: Sequence[Any]) -> Score:
+        problem = self.problems.pop(id(state), "")
         errors = [one for one in (state, *failed) if isinstance(one, BaseException)]
         if errors:
             return Score(None, problem=f"{type(errors[0]).__name__}: {errors[0]}")
         if state["error"]:
             return Score(None, problem=repr(state["error"]))
         metrics = dict(state["metrics"] or {})
-        problem = self.problems.pop(id(state), "")
         if problem:
             return Score(None, metrics, problem)
         return Score(state["reward"] if self.has_weighted else contains_answer(row, state), metrics)

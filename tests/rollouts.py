@@ -16,6 +16,7 @@ from job.environment import Environment
 from job.scoring import Scorer
 from job.settings import identify
 from tests import grpo_trials
+from training.conversations import shows_tools
 from training.glue import renderer_for
 from training.rollout import Rollout
 from training.sampler import Request, Sample
@@ -85,7 +86,6 @@ def make(
     max_tokens: int = 16,
     engine_length: int = 1024,
     temperature: float = 1.0,
-    renderer: Any = None,
     **more: Any,
 ) -> Rollout:
     """The rollout of an environment, with the settings of a real run."""
@@ -97,15 +97,9 @@ def make(
     environment = Environment("inline", loaded)
     rows = sorted(environment.train_rows(), key=lambda row: row["example_id"])  # as written, not shuffled
     texts = [chat.render(environment.prompt(row), environment.tools(row)) for row in rows]
-    with_tools = any(environment.tools(row) for row in rows)
-    return Rollout(
-        settings,
-        environment,
-        chat,
-        Prompts(texts, rows, 0),
-        Scorer(environment),
-        renderer or renderer_for(chat, with_tools),
-    )
+    prompts = Prompts(texts, rows, 0)
+    renderer = renderer_for(chat, shows_tools(environment, prompts))
+    return Rollout(settings, environment, chat, prompts, Scorer(environment), renderer)
 
 
 def play(rollout: Rollout, sampler: Any, rows: Sequence[int] | None = None) -> Played:
@@ -118,5 +112,6 @@ def play(rollout: Rollout, sampler: Any, rows: Sequence[int] | None = None) -> P
     lengths = [len(one) for one in given["completion_ids"]]
     assert [len(one) for one in given["logprobs"]] == lengths
     assert [len(one) for one in given["env_mask"]] == lengths
-    assert all(mask[-1] == 1 for mask in given["env_mask"])  # never ends on environment tokens
+    ends = zip(given["env_mask"], rollout.statistics.turns, strict=True)
+    assert all(mask[-1] == bool(turns) for mask, turns in ends)  # never ends on environment tokens
     return Played(rollout, sampler, given)

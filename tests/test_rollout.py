@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from job import scoring
 from job.chat import Chat
 from tests import grpo_trials, rollouts
 from tests.rollouts import LOGPROB, Played, Scripted, turns
@@ -36,6 +39,19 @@ def play(chat: Chat, tmp_path: Path) -> Callable[..., Played]:
         return rollouts.play(rollout, Scripted(chat, script), rows)
 
     return run
+
+
+@pytest.fixture(scope="module", params=["vllm", "model"])
+def sampling(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Any:
+    """A trainer that has made no step, with vLLM and without; its `sampler` is the real one."""
+    folder = tmp_path_factory.mktemp(request.param)
+    env = grpo_trials.variables(folder, tiny_model, RL_USE_VLLM=int(request.param == "vllm"))
+    made = grpo_trials.build(env)
+    if request.param == "vllm":
+        made.engine.sync_weights()
+    return made
 
 
 def data(*questions: str) -> Any:
@@ -125,7 +141,7 @@ def test_the_engine_length_stops_before_turn_two(play: Callable[..., Played], ch
 def test_a_prompt_that_is_too_long_is_left_out(play: Callable[..., Played], chat: Chat) -> None:
     played = play(talker(questions=("start", "x" * 80)), ["a", "b"], engine_length=100, max_tokens=2)
     assert played.reward[0] is not None and played.reward[1] is None
-    assert played.completion_ids[1] == [chat.end_of_turn_id] and played.env_mask[1] == [1]
+    assert played.completion_ids[1] == [chat.end_of_turn_id] and played.env_mask[1] == [0]
     assert played.prompt_ids[1] == chat.prompt_ids([{"role": "user", "content": "x" * 80}])
     assert played.facts.turns[1] == 0
 
@@ -138,8 +154,13 @@ def test_an_empty_reply_is_a_scored_turn(play: Callable[..., Played], chat: Chat
     assert not played.facts.errors
 
 
-def test_an_empty_answer_of_the_environment_ends_it(play: Callable[..., Played]) -> None:
-    played = play(talker(lambda messages, state: [], max_turns=5), lambda request: "a")
+def silent(messages: Any, state: Any) -> Any:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("answer", [lambda *_: [], lambda *_: None, silent], ids=["empty", "none", "no-hook"])
+def test_an_empty_answer_of_the_environment_ends_it(play: Callable[..., Played], answer: Any) -> None:
+    played = play(talker(answer, max_turns=5), lambda request: "a")
     assert played.env_mask == [[1, 1]] and played.reward == [1.0]
     assert played.facts.breaks == 0
 
@@ -201,6 +222,8 @@ def test_one_broken_conversation_of_eight_is_left_out(play: Callable[..., Played
     assert played.reward == [2.0] * 5 + [None] + [2.0] * 2
     assert "broken" in played.rollout.scores[5].problem
     assert played.facts.errors.total() == 1
+    logged = {name for name in played.facts.means() if name.startswith("rollout/errors/")}
+    assert logged == {"rollout/errors/ToolError" if kind == "vf.Error" else "rollout/errors/LookupError"}
     assert played.sampler.open_sessions == 0
 
 
@@ -236,7 +259,7 @@ def test_an_error_before_the_first_turn_is_a_placeholder(
     played = play(Unready(dataset=data("start"), rubric=vf.Rubric(funcs=[one]), max_turns=2), ["a"])
     assert played.reward == [None]
     assert "no room" in played.rollout.scores[0].problem
-    assert (played.completion_ids, played.env_mask) == ([[chat.end_of_turn_id]], [[1]])
+    assert (played.completion_ids, played.env_mask) == ([[chat.end_of_turn_id]], [[0]])
     assert not played.sampler.requests
 
 
@@ -335,6 +358,23 @@ def test_a_stop_error_ends_the_conversation(play: Callable[..., Played]) -> None
     assert 0 not in played.env_mask[0]
 
 
+def test_text_parts_of_a_tools_answer_are_shown(play: Callable[..., Played]) -> None:
+    """Many templates render text only, and leave a list of parts out."""
+    import verifiers as vf
+
+    def look(number: int) -> list[dict[str, str]]:
+        """Look.
+
+        Args:
+            number: which
+        """
+        return [{"type": "text", "text": f"see {number}"}, {"type": "text", "text": "!"}]
+
+    env = vf.ToolEnv(dataset=data("start"), tools=[look], rubric=vf.Rubric(funcs=[told]))
+    played = play(env, [call("look", number=7), "done"], max_tokens=64)
+    assert "<tool_response>\nsee 7!\n</tool_response>" in played.text(0)
+
+
 # --- kinds of environments ---
 
 
@@ -369,6 +409,58 @@ def test_a_single_turn_environment_keeps_its_setup_hook(play: Callable[..., Play
     assert play(env, ["b"]).env_mask == [[1, 1]]
 
 
+def test_an_environment_whose_sandbox_cannot_be_made(play: Callable[..., Played]) -> None:
+    """Nothing is reachable here: every conversation is left out, with the cause, and nothing hangs."""
+    import verifiers as vf
+
+    # Its own default command, a text, is refused by every prime-sandboxes that verifiers 0.3.1 allows.
+    command = {"executable": "sleep", "args": ["infinity"]}
+    env = vf.SandboxEnv(
+        dataset=data("start"), rubric=vf.Rubric(funcs=[told]), max_retries=1, start_command=command
+    )
+    played = play(env, [call("bash", command="echo 42"), "42"], max_tokens=64)
+    assert played.reward == [None] and played.facts.turns == [0]
+    assert played.facts.errors == {"SandboxCreationError": 1}
+    assert '"command"' in played.text(0) and "sandbox_id" not in played.text(0)  # what is hidden stays so
+
+
+def test_environments_go_on_with_their_own_random_numbers(sampling: Any, tmp_path: Path) -> None:
+    """The sampler has a stream of its own, which is the same whenever a step is played again."""
+    drawn: list[float] = []
+
+    def answer(messages: Any, state: Any) -> str:
+        drawn.append(random.random())
+        return "go on"
+
+    rollout = rollouts.make(tmp_path, sampling.chat, talker(answer, questions=("Repeat 1.",)))
+    random.seed(0)
+    first, second = (rollouts.play(rollout, sampling.trainer.sampler).completion_ids for _ in range(2))
+    assert drawn == [random.Random(0).random(), drawn[1]] and drawn[0] != drawn[1]
+    assert first[0][0] == second[0][0] or not sampling.settings.rl_use_vllm
+
+
+def test_the_conversations_of_the_newest_step_are_kept(play: Callable[..., Played]) -> None:
+    import verifiers as vf
+
+    env = vf.ToolEnv(dataset=data("a", "b"), tools=[double], rubric=vf.Rubric(funcs=[told]))
+    env.max_turns = 2
+    played = play(env, [call("double", number=21), "42"], max_tokens=64)
+    first, second = played.rollout.conversations
+    assert first.prompt == [{"role": "user", "content": "a"}] and second.prompt[0]["content"] == "b"
+    assert [one["role"] for one in first.completion] == ["assistant", "tool", "assistant"]
+    assert first.completion[0]["tool_calls"][0]["name"] == "double"
+    assert (first.score.reward, first.score.metrics["told"]) == (1.0, 1.0)
+    json.dumps([first.prompt, first.completion])
+    rollouts.play(played.rollout, played.sampler, [1])
+    assert [one.prompt[0]["content"] for one in played.rollout.conversations] == ["b"]
+
+
+def test_prompts_that_are_not_those_of_the_rows_are_refused(play: Callable[..., Played]) -> None:
+    rollout = play(talker(), ["a", "b"]).rollout
+    with pytest.raises(RuntimeError, match="not those of its row indices"):
+        rollout(["another"], SimpleNamespace(batch_rows=[0], sampler=None))
+
+
 def test_rows_with_one_prompt_keep_their_own_answers(play: Callable[..., Played]) -> None:
     def own(answer: str) -> float:
         return float(answer)
@@ -399,11 +491,45 @@ def test_an_environment_that_never_answers_is_cut_off(play: Callable[..., Played
 
 
 def test_every_environment_has_a_time_limit(play: Callable[..., Played]) -> None:
-    from training.rollout import TIME_LIMIT_S
-
     env = talker()
     play(env, ["a", "b"])
-    assert env.timeout_seconds == TIME_LIMIT_S
+    assert env.timeout_seconds == scoring.TIME_LIMIT_S
+
+
+def test_a_reward_that_never_comes_is_cut_off(
+    play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "TIME_LIMIT_S", 0.3)
+
+    async def judged(answer: str) -> float:
+        await asyncio.sleep(600 if answer == "0" else 0)
+        return 1.0
+
+    played = play(talker(questions=("a", "b"), rewards=[judged], timeout_seconds=60), ["a", "b"])
+    assert played.reward == [None, 1.0]
+    assert "not scored within 0.3 s" in played.rollout.scores[0].problem
+    assert played.rollout.scorer.problems == {}
+
+
+def test_an_environment_that_never_cleans_up_is_cut_off(
+    play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import verifiers as vf
+
+    class Untidy(vf.MultiTurnEnv):
+        async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
+            return []
+
+        @vf.cleanup
+        async def forever(self, state: Any) -> None:
+            await asyncio.sleep(600 if state["answer"] == "0" else 0)
+
+    def one() -> float:
+        return 1.0
+
+    monkeypatch.setattr("training.rollout.CLEANUP_S", 0.2)
+    env = Untidy(dataset=data("a", "b"), rubric=vf.Rubric(funcs=[one]), timeout_seconds=0.2)
+    assert play(env, ["a"]).reward == [None, 1.0]
 
 
 def test_slow_environments_wait_side_by_side(play: Callable[..., Played]) -> None:
@@ -419,19 +545,6 @@ def test_slow_environments_wait_side_by_side(play: Callable[..., Played]) -> Non
 
 
 # --- nothing is left behind ---
-
-
-@pytest.fixture(scope="module", params=["vllm", "model"])
-def sampling(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Any:
-    """A trainer that has made no step, with vLLM and without; its `sampler` is the real one."""
-    folder = tmp_path_factory.mktemp(request.param)
-    env = grpo_trials.variables(folder, tiny_model, RL_USE_VLLM=int(request.param == "vllm"))
-    made = grpo_trials.build(env)
-    if request.param == "vllm":
-        made.engine.sync_weights()
-    return made
 
 
 def left_behind(sampling: Any, rollout: Any) -> list[Any]:
@@ -457,8 +570,9 @@ def test_a_rollout_with_failures_leaves_nothing_behind(sampling: Any, tmp_path: 
 
     env = talker(answer, questions=("Repeat 1.", "Repeat 2.", "Repeat 3.", "Repeat 4."))
     rollout = rollouts.make(tmp_path, sampling.chat, env, engine_length=256)
-    rollouts.play(rollout, sampling.trainer.sampler, [0])  # an engine's first turn may take half a minute
-    env.timeout_seconds, before = 3, own_threads()
+    # An engine's first turns may take half a minute.
+    rollouts.play(rollout, sampling.trainer.sampler, [0, 3, 0, 3])
+    env.timeout_seconds, before = 5, own_threads()
     played = rollouts.play(rollout, sampling.trainer.sampler)
     assert played.facts.turns == [2, 0, 1, 2]  # an exception that is no vf.Error takes its state along
     assert [one is None for one in played.reward] == [False, True, False, False]

@@ -45,10 +45,22 @@ def environment(kind: str = "ToolEnv", **options: Any) -> Environment:
     def one() -> float:
         return 1.0
 
+    class Stopping(vf.ToolEnv):
+        @vf.stop
+        async def solved(self, state: Any) -> bool:
+            return False
+
+    class Plain(vf.ToolEnv):
+        """Nothing of its own but how it is made."""
+
+        def __init__(self, **more: Any):
+            super().__init__(**more)
+
     rows = Dataset.from_list([{"question": "x", "answer": "y"}])
-    kinds = {"ToolEnv": vf.ToolEnv, "StatefulToolEnv": Stateful, "SingleTurnEnv": vf.SingleTurnEnv}
+    kinds = {one.__name__: one for one in (vf.ToolEnv, vf.SingleTurnEnv, Stopping, Plain)}
+    made = {**kinds, "StatefulToolEnv": Stateful}[kind]
     tools = {} if kind == "SingleTurnEnv" else {"tools": [look]}
-    return Environment("inline", kinds[kind](dataset=rows, rubric=vf.Rubric(funcs=[one]), **tools, **options))
+    return Environment("inline", made(dataset=rows, rubric=vf.Rubric(funcs=[one]), **{**tools, **options}))
 
 
 # --- refusals ---
@@ -58,7 +70,9 @@ REFUSED = {
     "stateful": ("StatefulToolEnv", {}, "env_response"),
     "formatter": ("ToolEnv", {"error_formatter": lambda error: "oops"}, "error_formatter"),
     "stop-errors": ("ToolEnv", {"stop_errors": [ValueError]}, "stop_errors"),
-    "no-tools": ("SingleTurnEnv", {}, "has no tools to call"),
+    "own-stop": ("Stopping", {}, "solved"),
+    "single-turn": ("SingleTurnEnv", {}, "has no tools to call"),
+    "no-tools": ("ToolEnv", {"tools": []}, "has no tools to call"),
 }
 
 
@@ -77,8 +91,9 @@ def test_a_template_that_trl_does_not_know_is_refused() -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_plain_tool_environment_on_qwen3_is_taken() -> None:
-    tool_loop.check(environment(), talk())
+@pytest.mark.parametrize("kind", ["ToolEnv", "Plain"])
+def test_a_plain_tool_environment_on_qwen3_is_taken(kind: str) -> None:
+    tool_loop.check(environment(kind), talk())
 
 
 # --- transcripts ---

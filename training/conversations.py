@@ -34,15 +34,33 @@ class Way:
 def plan(settings: Settings, env: Environment, chat: Chat, prompts: Prompts, scorer: Scorer) -> Way:
     """Choose the way for this environment; raises SettingsError or NoExactGlue when there is none."""
     tally = Tally()
-    if not env.multi_turn:
-        return Way(tally, EnvironmentReward(settings, chat, prompts, scorer, tally))
-    has_tools = bool(env.loaded.tool_defs)
-    if env.is_tool_env and not has_tools:
-        log.warning("%s is a tool environment without tools: played as a conversation", env.id)
     if settings.rl_tool_loop == "trl":
         return trl_way(settings, env, chat, prompts, scorer, tally)
+    if not env.multi_turn and not shapes_conversations(env):
+        return Way(tally, EnvironmentReward(settings, chat, prompts, scorer, tally))
+    has_tools = shows_tools(env, prompts)
+    if env.is_tool_env and not has_tools:
+        log.warning("%s is a tool environment without tools: played as a conversation", env.id)
+    if settings.thinking_length_penalty_coef:
+        log.warning("thinking_length_penalty_coef is not applied: %s plays conversations", env.id)
     rollout = Rollout(settings, env, chat, prompts, scorer, renderer_for(chat, has_tools))
     return Way(tally, RolloutReward(rollout, tally), rollout)
+
+
+def shows_tools(env: Environment, prompts: Prompts) -> bool:
+    """Whether any row has tools: a group's members and single rows may bring their own."""
+    return any(env.tools(row) for row in prompts.rows)
+
+
+def shapes_conversations(env: Environment) -> bool:
+    """Whether a hook of a single-turn environment may show the model something else than its row's prompt."""
+    import verifiers as vf
+
+    return any(
+        getattr(type(one), hook) is not getattr(vf.SingleTurnEnv, hook)
+        for one in env.members()
+        for hook in ("setup_state", "get_prompt_messages", "env_response")
+    )
 
 
 def trl_way(

@@ -323,9 +323,12 @@ def kept_random_state() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A random stream of its own for the sampler, which shares the process's generators."""
+    """A random stream of its own for the sampler, which shares torch's generators with the trainer.
+
+    Environments that run meanwhile draw from Python's and numpy's, which are left to go on.
+    """
     import torch
 
-    with kept_random_state():
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

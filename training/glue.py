@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from job.chat import Chat, split_thinking
+from job.chat import END_THINK, THINK, Chat, split_thinking
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class GlueRenderer:
 
     def __init__(self, chat: Chat, tool_parser: Any = None):
         self.chat, self.tool_parser = chat, tool_parser
-        self.opened = chat.opens_thinking(chat.render([{"role": "user", "content": "x"}]))
+        self.opened = begins_in_thought(chat)
 
     @property
     def supports_tools(self) -> bool:
@@ -49,17 +49,14 @@ class GlueRenderer:
         return self.render(messages, **how).token_ids
 
     def parse_response(self, token_ids: list[int], *, tools: Any = None) -> Any:
-        """Take a sampled turn apart into text, reasoning and tool calls, with the one thinking parser."""
-        from renderers.base import ParsedResponse
-
-        ids, calls = self.tool_parser.extract(list(token_ids)) if self.tool_parser else (list(token_ids), [])
-        text = self.chat.reply_text(ids)
-        if not self.chat.thinking:
-            return ParsedResponse(content=text, reasoning_content=None, tool_calls=calls)
-        thought = split_thinking(text, self.opened)
-        return ParsedResponse(
-            content=thought.answer or "", reasoning_content=thought.reasoning or None, tool_calls=calls
-        )
+        """Take a sampled turn apart into text, reasoning and tool calls; drafts in its thought are none."""
+        ids, thought = list(token_ids), 0
+        if self.tool_parser is None:
+            return take_apart(self.chat, self.opened, ids, [])
+        if self.chat.thinking and END_THINK in self.chat.tokenizer.decode(ids):
+            thought = len(self.chat.cut_at(ids, [END_THINK]))
+        said, calls = self.tool_parser.extract(ids[thought:])
+        return take_apart(self.chat, self.opened, ids[:thought] + said, calls)
 
     def get_stop_token_ids(self) -> list[int]:
         return self.chat.stop_ids
@@ -93,9 +90,55 @@ class GlueRenderer:
         return after.removeprefix(self.chat.end_of_turn)
 
 
+def begins_in_thought(chat: Chat) -> bool:
+    return chat.opens_thinking(chat.render([{"role": "user", "content": "x"}]))
+
+
+def take_apart(chat: Chat, opened: bool, ids: Sequence[int], calls: Sequence[Any]) -> Any:
+    """A turn without its tool calls as text and reasoning, by the one thinking parser, and the calls.
+
+    `opened` is as for `split_thinking`. A turn that was cut off in thought has called nothing yet.
+    """
+    from renderers.base import ParsedResponse
+
+    text = chat.reply_text(ids)
+    if not chat.thinking:
+        return ParsedResponse(content=text, reasoning_content=None, tool_calls=list(calls))
+    thought = split_thinking(text, opened)
+    unfinished = END_THINK not in text and (opened or THINK in text)
+    return ParsedResponse(
+        content=thought.answer or "",
+        reasoning_content=thought.reasoning or None,
+        tool_calls=[] if unfinished else list(calls),
+    )
+
+
+def with_our_thinking(own: Any, chat: Chat) -> Any:
+    """A registered renderer that leaves reasoning to `take_apart`.
+
+    The library's own (0.1.10) cut at a tag with thinking off too, and take thought that was cut off by the
+    budget for an answer.
+    """
+    parse, opened = own.parse_response, begins_in_thought(chat)
+
+    def parse_response(token_ids: list[int], *, tools: Any = None) -> Any:
+        calls = parse(token_ids, tools=tools).tool_calls
+        begin = min((one.token_span[0] for one in calls), default=len(token_ids))
+        return take_apart(chat, opened, token_ids[:begin], calls)
+
+    own.parse_response = parse_response
+    return own
+
+
 def plain(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as plain dictionaries; `Chat.render` brings their tool calls into the template's shape."""
-    return [dict(message) for message in messages]
+    """Messages as plain dictionaries, their parts of text joined, which every template renders."""
+    return [{**message, "content": joined(message.get("content"))} for message in messages]
+
+
+def joined(content: Any) -> Any:
+    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+        return "".join(part["text"] for part in content)
+    return content
 
 
 def tool_parser(chat: Chat) -> Any:
@@ -124,7 +167,7 @@ def renderer_for(chat: Chat, with_tools: bool) -> Any:
             == chat.prompt_ids(one, tools)
             for one in PROBES
         ):
-            return own
+            return with_our_thinking(own, chat) if END_THINK in str(chat.tokenizer.chat_template) else own
         log.warning(
             "the renderer of %s differs from its template: using the generic one", chat.tokenizer.name_or_path
         )

@@ -69,16 +69,7 @@ class EnvironmentReward:
             self._reply(ids, self.prompts.texts[index])
             for ids, index in zip(completion_ids, row, strict=True)
         ]
-        groups, size = [], self.settings.rl_group_size
-        for start in range(0, len(replies), size):
-            indices = set(row[start : start + size])
-            if len(indices) != 1:
-                raise RuntimeError(
-                    f"completions {start} to {start + size} belong to the rows {sorted(indices)}, not to one"
-                )
-            groups.append(
-                (self.prompts.rows[indices.pop()], [one for one, _ in replies[start : start + size]])
-            )
+        groups = self.prompts.groups(row, [one for one, _ in replies], self.settings.rl_group_size)
         scores = [one for group in self.scorer.score(groups) for one in group]
         count(self.tally, scores, log_metric)
         return [

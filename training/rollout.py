@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 RESERVED_TOKENS = 8
 AT_ONCE = 512
-TIME_LIMIT_S = 900.0
+CLEANUP_S = 120.0
 
 
 class Transport:
@@ -140,7 +140,7 @@ class Statistics:
     errors: Counter[str] = field(default_factory=Counter)
 
     def means(self) -> dict[str, float]:
-        """One number a name, for the trainer's log."""
+        """One number a name, for the trainer's log; errors also by type."""
         count = max(1, len(self.turns))
         facts = {
             "turns": sum(self.turns) / count,
@@ -151,8 +151,18 @@ class Statistics:
             "tool_failures": self.tool_failures / count,
             "bridge_breaks": float(self.breaks),
             "errors": float(self.errors.total()),
+            **{f"errors/{name}": float(number) for name, number in self.errors.items()},
         }
         return {f"rollout/{name}": value for name, value in facts.items()}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A played conversation as a report shows it: plain messages, with reasoning and tool calls."""
+
+    prompt: list[dict[str, Any]]
+    completion: list[dict[str, Any]]
+    score: Score
 
 
 class Rollout:
@@ -169,7 +179,7 @@ class Rollout:
     ):
         self.settings, self.env, self.chat, self.prompts = settings, env, chat, prompts
         self.scorer, self.renderer = scorer, renderer
-        self.scores: list[Score] = []
+        self.conversations: list[Conversation] = []  # of the newest step, in order
         self.statistics = Statistics()
         self.tool_failures = 0
         for one in env.members():
@@ -177,13 +187,16 @@ class Rollout:
             end_on_silence(one)
             if not one.max_turns or one.max_turns <= 0:
                 one.max_turns = env.max_turns
-            if one.timeout_seconds is None:
-                one.timeout_seconds = TIME_LIMIT_S
+
+    @property
+    def scores(self) -> list[Score]:
+        return [one.score for one in self.conversations]
 
     def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
         """Play one conversation per entry, in order: the samples of a group are entries already."""
-        rows = [self.prompts.rows[index] for index in trainer.batch_rows]
-        self.scores, flats = self.scorer.run(self._play_all(rows, trainer.sampler))
+        if [self.prompts.texts[index] for index in trainer.batch_rows] != list(prompts):
+            raise RuntimeError("the prompts that TRL asks for are not those of its row indices")
+        flats = self.scorer.run(self._play_all(trainer.batch_rows, trainer.sampler))
         return {
             "prompt_ids": [one.prompt_ids for one in flats],
             "completion_ids": [one.completion_ids for one in flats],
@@ -192,7 +205,8 @@ class Rollout:
             "reward": [one.reward for one in self.scores],
         }
 
-    async def _play_all(self, rows: Sequence[Row], sampler: Sampler) -> tuple[list[Score], list[Flat]]:
+    async def _play_all(self, indices: Sequence[int], sampler: Sampler) -> list[Flat]:
+        rows = [self.prompts.rows[index] for index in indices]
         transport = Transport(sampler, self.settings.rl_vllm_max_len, self.chat.stop_ids)
         client = policy_client(transport, self.renderer)
         slots = asyncio.Semaphore(AT_ONCE)
@@ -200,8 +214,7 @@ class Rollout:
         async with sampler.session():
             playing = (self._play(row, client, slots) for row in rows)
             states = await asyncio.gather(*playing, return_exceptions=True)
-        size = self.settings.rl_group_size
-        groups = [(rows[start], states[start : start + size]) for start in range(0, len(rows), size)]
+        groups = self.prompts.groups(indices, states, self.settings.rl_group_size)
         scored = await asyncio.gather(*(self.scorer.rate(row, group) for row, group in groups))
         scores = [one for group in scored for one in group]
         flats = [flatten(_trajectory(state)) for state in states]
@@ -213,11 +226,18 @@ class Rollout:
             Score(None, problem=score.problem or "no model turn") if flat is None else score
             for score, flat in zip(scores, flats, strict=True)
         ]
-        return unscored, placed
+        played = zip(rows, states, unscored, strict=True)
+        self.conversations = [self._conversation(row, state, score) for row, state, score in played]
+        return placed
 
     async def _play(self, row: Row, client: Any, slots: asyncio.Semaphore) -> Any:
         async with slots:
-            return await self.env.loaded.rollout(self.scorer.given(row), client, "policy", self._sampling())
+            # The library limits the turns, not the environment's own cleaning up after them.
+            longest_s = max(one.timeout_seconds for one in self.env.members())
+            async with asyncio.timeout(longest_s + CLEANUP_S):
+                return await self.env.loaded.rollout(
+                    self.scorer.given(row), client, "policy", self._sampling()
+                )
 
     def _sampling(self) -> dict[str, Any]:
         stop = {"stop": list(self.settings.stop_sequences)} if self.settings.stop_sequences else {}
@@ -241,9 +261,14 @@ class Rollout:
         member.error_formatter = counted
 
     def _placeholder(self, row: Row) -> Flat:
-        """Tokens for a rollout without a model turn: TRL needs some; no reward keeps them out of the loss."""
+        """Tokens for a rollout without a model turn: TRL needs some, but nobody sampled these."""
         prompt = self.chat.prompt_ids(self.env.prompt(row), self.env.tools(row))
-        return Flat(prompt, [self.chat.end_of_turn_id], [0.0], [1])
+        return Flat(prompt, [self.chat.end_of_turn_id], [0.0], [0])
+
+    def _conversation(self, row: Row, state: Any, score: Score) -> Conversation:
+        if isinstance(state, BaseException):
+            return Conversation(self.env.prompt(row), [], score)
+        return Conversation(messages(state["prompt"]), messages(state["completion"]), score)
 
 
 def end_on_silence(member: Any) -> None:
@@ -251,12 +276,20 @@ def end_on_silence(member: Any) -> None:
     plain = member.env_response
 
     async def answered(messages: Any, state: Any, **more: Any) -> Any:
-        answer = await plain(messages, state, **more)
+        try:
+            answer = await plain(messages, state, **more) or []
+        except NotImplementedError:
+            answer = []
         if not answer and state.get("final_env_response") is None:
             state["final_env_response"] = []
         return answer
 
     member.env_response = answered
+
+
+def messages(given: Sequence[Any]) -> list[dict[str, Any]]:
+    """Typed messages as plain ones."""
+    return [one.model_dump(exclude_none=True) for one in given]
 
 
 def _trajectory(state: Any) -> Sequence[Any]:

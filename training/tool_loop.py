@@ -17,8 +17,6 @@ from job.scoring import Scorer
 from job.settings import Settings, SettingsError
 from training.rewards import Tally, count
 
-LOOP_METHODS = ("env_response", "call_tool", "get_prompt_messages", "setup_state", "is_completed")
-
 
 def check(env: Environment, chat: Chat) -> None:
     """Raise SettingsError when TRL's loop would not do what the environment's own loop does."""
@@ -26,9 +24,9 @@ def check(env: Environment, chat: Chat) -> None:
     from trl.chat_template_utils import add_response_schema
 
     loaded = env.loaded
-    if not isinstance(loaded, vf.ToolEnv):
+    if not isinstance(loaded, vf.ToolEnv) or not loaded.tools:
         raise SettingsError(f"RL_TOOL_LOOP=trl: {env.id} has no tools to call; use RL_TOOL_LOOP=env")
-    lost = [name for name in LOOP_METHODS if getattr(type(loaded), name) is not getattr(vf.ToolEnv, name)]
+    lost = own_members(type(loaded), vf.ToolEnv)
     plain_formatter = inspect.signature(vf.ToolEnv).parameters["error_formatter"].default
     lost += ["error_formatter"] if loaded.error_formatter is not plain_formatter else []
     lost += ["stop_errors"] if loaded.stop_errors else []
@@ -44,6 +42,13 @@ def check(env: Environment, chat: Chat) -> None:
             f"RL_TOOL_LOOP=trl: TRL does not know the chat template of {chat.tokenizer.name_or_path}; use"
             " RL_TOOL_LOOP=env"
         ) from error
+
+
+def own_members(kind: type, plain: type) -> list[str]:
+    """What a class has that a plain one has not or has differently: hooks, stop conditions, helpers."""
+    added = [one for one in kind.__mro__ if one not in plain.__mro__]
+    names = {name for one in added for name in vars(one)}
+    return sorted(name for name in names if not name.startswith(("__", "_abc_")))
 
 
 class TranscriptReward:
@@ -62,11 +67,8 @@ class TranscriptReward:
         **_: Any,
     ) -> list[float | None]:
         """One reward per transcript, None where it could not be scored."""
-        size = self.settings.rl_group_size
-        groups = [
-            (self.prompts.rows[row[start]], [as_verifiers(one) for one in completions[start : start + size]])
-            for start in range(0, len(row), size)
-        ]
+        transcripts = [as_verifiers(one) for one in completions]
+        groups = self.prompts.groups(row, transcripts, self.settings.rl_group_size)
         scores = [one for group in self.scorer.score_transcripts(groups) for one in group]
         count(self.tally, scores, log_metric)
         return [one.reward for one in scores]
