@@ -153,9 +153,9 @@ class Scorer:
         problem = self.problems.pop(id(state), "")
         errors = [one for one in (state, *failed) if isinstance(one, BaseException)]
         if errors:
-            return Score(None, problem=f"{type(errors[0]).__name__}: {errors[0]}")
+            return Score(None, problem=described(errors[0]))
         if state["error"]:
-            return Score(None, problem=repr(state["error"]))
+            return Score(None, problem=described(state["error"]))
         metrics = dict(state["metrics"] or {})
         if problem:
             return Score(None, metrics, problem)
@@ -236,6 +236,11 @@ def _with_signature(recorded: Any, func: Any, names: Sequence[str]) -> Any:
     recorded.__name__ = function_name(func)
     recorded.__signature__ = inspect.Signature([*named, rest])
     return recorded
+
+
+def described(error: BaseException) -> str:
+    """`<Type>: <message>`; an error that has none has its cause's."""
+    return f"{type(error).__name__}: {str(error) or repr(error.__cause__)}"
 
 
 def contains_answer(row: Row, state: Any) -> float:

@@ -188,6 +188,46 @@ def test_tool_calls_are_taken_apart(template: str) -> None:
     assert (json.loads(arguments) if isinstance(arguments, str) else arguments)["a"] in (1, "1")
 
 
+# What a thinking model's turn says: its answer, and how often it calls the tool.
+THOUGHTS = {
+    "a draft in thought": ("maybe {call} or not</think>\n\nfine", "fine", 0),
+    "a call after thought": ("so</think>\n\n{call}", "", 1),
+    "a call with thought and words": ("so</think>\n\nWell. {call}", "Well.", 1),
+    "a draft that was cut off": ("maybe {call}", "", 0),
+    "thought that was cut off": ("maybe", "", 0),
+}
+
+
+def named(name: str) -> Any:
+    """A tokenizer with Qwen3.5's template, and with what its own renderer looks for."""
+    tokenizer = tokenizer_with("qwen3_5")
+    tokenizer.add_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"], True)
+    tokenizer.name_or_path = name
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3.5-4B", "somebody/tuned"])
+@pytest.mark.parametrize("turn", THOUGHTS)
+def test_drafts_in_thought_are_no_calls(turn: str, name: str) -> None:
+    """Whether the template's model has a renderer of its own or not; the prompt has opened the block."""
+    chat = Chat(named(name), True)
+    said, answer, calls = THOUGHTS[turn]
+    ids = [*chat.encode(said.format(call=CALLS["qwen3_5"])), chat.end_of_turn_id]
+    renderer = renderer_for(chat, with_tools=True)
+    assert isinstance(renderer, GlueRenderer) == (name == "somebody/tuned")
+    parsed = renderer.parse_response(ids)
+    assert (parsed.content.strip(), len(parsed.tool_calls)) == (answer, calls)
+    assert parsed.reasoning_content.startswith(said[:2])
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3.5-4B", "somebody/tuned"])
+def test_with_thinking_off_the_text_is_untouched(name: str) -> None:
+    chat = Chat(named(name), False)
+    ids = [*chat.encode("a </think> b"), chat.end_of_turn_id]
+    parsed = renderer_for(chat, with_tools=False).parse_response(ids)
+    assert (parsed.content, parsed.reasoning_content) == ("a </think> b", None)
+
+
 # --- against the trainer's model ---
 
 

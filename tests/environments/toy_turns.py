@@ -9,12 +9,20 @@ from datasets import Dataset
 
 
 class Guessing(vf.MultiTurnEnv):
-    """`fail_on` names a number at which the environment itself raises."""
+    """Its first `unready` conversations never begin, and after them every `fail_every`th answer raises."""
 
-    fail_on = ""
+    unready, fail_every = 0, 0
+    begun, answered = 0, 0
+
+    async def setup_state(self, state: vf.State) -> vf.State:
+        self.begun += 1
+        if self.begun <= self.unready:
+            raise vf.InfraError("the game is closed")
+        return state
 
     async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
-        if state["answer"] == self.fail_on:
+        self.answered += 1
+        if self.fail_every and self.answered % self.fail_every == 0:
             raise LookupError("the game is broken")
         return [vf.UserMessage(role="user", content=f"Repeat {state['answer']}.")]
 
@@ -32,8 +40,13 @@ def right(completion: vf.Messages, answer: str) -> float:
     return float(said([one for one in completion if one.role == "assistant"]) == answer)
 
 
-def load_environment(fail_on: str = "", rows: int = 64) -> vf.MultiTurnEnv:
+def wordy(completion: vf.Messages) -> float:
+    """Longer is better: what an untrained model can learn something from."""
+    return len(said([one for one in completion if one.role == "assistant"])) / 100
+
+
+def load_environment(unready: int = 0, fail_every: int = 0, rows: int = 64) -> vf.MultiTurnEnv:
     data = [{"question": "Which number?", "answer": str(10 + number)} for number in range(rows)]
-    env = Guessing(dataset=Dataset.from_list(data), rubric=vf.Rubric(funcs=[right]), max_turns=2)
-    env.fail_on = fail_on
+    env = Guessing(dataset=Dataset.from_list(data), rubric=vf.Rubric(funcs=[right, wordy]), max_turns=2)
+    env.unready, env.fail_every = unready, fail_every
     return env
