@@ -3,6 +3,8 @@
 import importlib.metadata
 import json
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,29 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
     return value
+
+
+@dataclass
+class Tally:
+    """What all attempts of a run did together; every checkpoint carries it to the next attempt."""
+
+    step: int = 0
+    train_wall: float = 0.0  # seconds
+    train_tokens: int = 0
+    generated_tokens: int = 0
+    scored: int = 0
+    unscorable: int = 0
+    batches: int = 0
+    bridge_breaks: int = 0
+    nonfinite_steps: int = 0
+    has_gradient: bool = False
+    problems: Counter[str] = field(default_factory=Counter)  # by type
+    example: str = ""
+
+    def go_on_from(self, totals: Mapping[str, Any]) -> None:
+        """Take over the totals of the attempts before."""
+        for name in vars(self).keys() & totals.keys():
+            setattr(self, name, Counter(totals[name]) if name == "problems" else totals[name])
 
 
 @dataclass

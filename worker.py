@@ -1,7 +1,8 @@
 """Fine-tune a LoRA adapter on one rented GPU: `RUN_MODE=sft|rl python worker.py`.
 
 Reads a JobSpec and environment variables, trains with TRL on a verifiers environment, and streams heartbeats,
-the adapter, `metrics.json` and a `DONE` sentinel to a Hugging Face dataset repository or a folder.
+checkpoints, the adapter, `metrics.json` and a `DONE` sentinel to a Hugging Face dataset repository or a
+folder. A worker that starts where another was taken away goes on from its newest checkpoint.
 """
 
 import json
@@ -11,23 +12,26 @@ import shutil
 import sys
 import time
 import traceback
-import uuid
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
+from tenacity import retry, stop_after_attempt, wait_fixed
 
 import recipe
-from delivery.publisher import Publisher, say
+from accounting import Tally
+from delivery.hub_client import StoreError, Unavailable, ask_again
+from delivery.patience import Superseded
+from delivery.publisher import say
 from delivery.redaction import redactor
-from delivery.store import Store, StoreError, Unavailable, folder_files, open_store
+from delivery.store import Store, folder_files
 from job import chat, cli, rules, weights
 from job.knobs import secret_values
-from job.settings import Identity, Settings, SettingsError, identify
-from training import engine, gpu, inputs, midrun, rewards, trainers, warm_start
+from job.settings import Identity, Settings, identify
+from training import engine, gpu, inputs, midrun, preemption, rewards, saving, trainers, warm_start
+from training.preemption import Preempted
+from training.run import Run
 
 log = logging.getLogger("worker")
 
@@ -40,64 +44,15 @@ ONE_LINE_ERRORS = (
     rewards.NothingScored,
     engine.EngineProblem,
 )
+FIRST_FLUSH_S = 10.0
 RETRIABLE_ERRORS = (Unavailable, gpu.GpuNotReady, weights.ModelUnreachable)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Who this run is, and the places it writes to."""
-
-    identity: Identity
-    store: Store
-    publisher: Publisher
-    redact: Callable[[str], str]
-    attempt: str
-
-    @classmethod
-    def begin(cls, identity: Identity) -> "Run":
-        """Start the publisher, so that whatever happens next can be told."""
-        store = open_store(
-            identity.hf_repo, identity.store_dir, identity.prefix, identity.token, identity.endpoint
-        )
-        redact, attempt = redactor(identity.secrets), uuid.uuid4().hex[:8]
-        publisher = Publisher(
-            store,
-            {"run_id": identity.run_id, "mode": identity.mode, "seed": identity.seed, "attempt": attempt},
-            identity.work_dir / "hb" / "heartbeat.json",
-            redact=redact,
-            min_interval_s=identity.heartbeat_min_s,
-            deadline_s=identity.upload_deadline_s,
-        )
-        publisher.start()
-        return cls(identity, store, publisher, redact, attempt)
-
-    def clear(self) -> None:
-        """Delete what an earlier attempt left; raises SettingsError when the work directory is no good."""
-        folder = self.identity.work_dir
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.json", "train_meta.json", "DONE"):
-                self.local(name).unlink(missing_ok=True)
-        except OSError as error:
-            raise SettingsError(
-                f"AUTOSLM_WORK_DIR={str(folder)!r}: cannot be used: {error.strerror}"
-            ) from error
-
-    def local(self, name: str) -> Path:
-        return self.identity.work_dir / name
-
-    def keep(self, name: str, text: str) -> bytes:
-        """Write a local file; returns its content."""
-        content = self.redact(text).encode()
-        self.local(name).parent.mkdir(parents=True, exist_ok=True)
-        self.local(name).write_bytes(content)
-        return content
 
 
 def main(env: MutableMapping[str, str]) -> None:
     """Run one job from beginning to end; reports any failure, then raises it unchanged."""
     identity, problem = identify(env)
-    run = Run.begin(identity)
+    run = Run(identity)
+    run.start()
     try:
         run.clear()
         if problem is not None:
@@ -109,9 +64,14 @@ def main(env: MutableMapping[str, str]) -> None:
         run.publisher.beat("boot")
         settings = rules.resolve(env, identity)
         {"sft": run_sft, "rl": run_rl}[settings.mode](settings, run)
+    except Preempted:
+        run.preemption.leave(run.preemption.left_s())
+        raise
     except BaseException as error:
         report_failure(run, error)
         raise
+    finally:
+        run.preemption.close()
 
 
 def export_token(env: MutableMapping[str, str], identity: Identity) -> None:
@@ -125,15 +85,15 @@ def export_token(env: MutableMapping[str, str], identity: Identity) -> None:
 
 def run_sft(settings: Settings, run: Run) -> None:
     """Supervised fine-tuning."""
-    job, settings = inputs.load(settings, run.redact)
+    job, settings = inputs.load(settings, run.redact, run.checkpoints.find())
     talk, rows, batch = inputs.for_sft(settings, job)
     prepare(settings, run, job)
-    policy = warm_model(settings, job)
+    policy, checkpoint = warm_model(settings, job), resume(run, job)
     announce_training(run, job, "sft_model_load")
-    losses, guard = midrun.as_callback(midrun.Losses, run.publisher), midrun.as_callback(midrun.GradientGuard)
-    trainer = trainers.sft_trainer(settings, job.plan, talk, rows, batch, [losses, guard], policy)
-    train(run, job, trainer, losses, guard)
-    job.metrics.train_tokens = trainer.state.num_input_tokens_seen
+    progress = midrun.as_callback(midrun.Losses, run.publisher)
+    listeners = [progress, *watchers(run, job)]
+    trainer = trainers.sft_trainer(settings, job.plan, talk, rows, batch, listeners, policy)
+    train(run, job, trainer, progress, checkpoint)
     job.note(epochs=settings.sft_epochs)
     deliver_adapter(settings, run, job, trainer, talk)
     finish(settings, run, job)
@@ -141,18 +101,18 @@ def run_sft(settings: Settings, run: Run) -> None:
 
 def run_rl(settings: Settings, run: Run) -> None:
     """Reinforcement learning with GRPO."""
-    job, settings = inputs.load(settings, run.redact)
-    talk, prompts, batch, way = inputs.for_rl(settings, job)
+    job, settings = inputs.load(settings, run.redact, run.checkpoints.find())
+    talk, prompts, batch, way = inputs.for_rl(settings, job, run.tally, run.check)
     prepare(settings, run, job)
-    policy = warm_model(settings, job)
+    policy, checkpoint = warm_model(settings, job), resume(run, job)
     announce_training(run, job, "rl_train_start")
-    progress = midrun.as_callback(midrun.Rewards, run.publisher, way.tally)
-    guard = midrun.as_callback(midrun.GradientGuard)
-    trainer = trainers.grpo_trainer(settings, job.plan, talk, prompts, batch, way, [progress, guard], policy)
-    train(run, job, trainer, progress, guard)
-    rewards.check(settings, job.step, progress.history, way.tally)
-    job.metrics.generated_tokens = way.tally.generated_tokens
-    job.note(**rewards.notes(settings, trainer.args, progress.history, way.tally))
+    progress = midrun.as_callback(midrun.Rewards, run.publisher, run.tally)
+    listeners = [progress, *watchers(run, job)]
+    trainer = trainers.grpo_trainer(settings, job.plan, talk, prompts, batch, way, listeners, policy)
+    train(run, job, trainer, progress, checkpoint)
+    history = midrun.reward_history(trainer.state)
+    rewards.check(settings, history, run.tally)
+    job.note(**rewards.notes(settings, trainer.args, history, run.tally))
     deliver_adapter(settings, run, job, trainer, talk)
     finish(settings, run, job)
 
@@ -189,47 +149,76 @@ def warm_model(settings: Settings, job: inputs.Job) -> Any:
     return model
 
 
+def resume(run: Run, job: inputs.Job) -> Path | None:
+    """Bring the newest checkpoint that an earlier attempt streamed and that is whole; None starts afresh."""
+    folder = run.local("resume")
+    job.resumed_from = run.checkpoints.bring(job.found, folder)
+    if job.resumed_from is None:
+        return None
+    log.info("going on from checkpoint-%d", job.resumed_from.step)
+    run.tally.go_on_from(job.resumed_from.totals)
+    return folder
+
+
 def announce_training(run: Run, job: inputs.Job, stage: str) -> None:
     """Stop the setup clock and say that training is about to begin."""
     job.metrics.setup_seconds = round(time.monotonic() - job.setup_began, 3)
-    job.note(resumed=job.resumed)
-    run.publisher.beat(stage, setup_seconds=job.metrics.setup_seconds, resumed=job.resumed)
+    resumed = job.resumed_from is not None
+    job.note(resumed=resumed)
+    run.publisher.beat(stage, setup_seconds=job.metrics.setup_seconds, resumed=resumed)
 
 
-def train(run: Run, job: inputs.Job, trainer: Any, progress: Any, guard: Any) -> None:
-    """Train, timed, and refuse a result that learnt nothing."""
-    began = time.monotonic()
-    with run.publisher.counting("micro_steps", lambda: progress.micro_steps):
-        trainer.train()
-    job.metrics.wall_seconds = round(time.monotonic() - began, 3)
-    job.step = trainer.state.global_step
-    guard.check(job.step)
-    job.note(train_wall=job.metrics.wall_seconds, nonfinite_steps=guard.nonfinite_steps)
+def watchers(run: Run, job: inputs.Job) -> list[Any]:
+    """The callbacks of every trainer: gradients, then saves."""
+    guard = midrun.as_callback(midrun.GradientGuard, run.tally)
+    saves = (run.checkpoints, job.identity, job.plan.commit, run.tally, run.check)
+    return [guard, midrun.as_callback(saving.Streaming, *saves)]
+
+
+def train(run: Run, job: inputs.Job, trainer: Any, progress: Any, checkpoint: Path | None) -> None:
+    """Train, timed, until the target or until the machine is taken away."""
+    with run.publisher.counting("micro_steps", lambda: progress.micro_steps), run.preemption.can_stop():
+        try:
+            saving.train(trainer, checkpoint)
+            run.check()
+        except Preempted:
+            saving.save_now(trainer, run.preemption.left_s())
+            raise
+    run.publisher.hurry()
+    job.account(run.tally, run.attempt)
 
 
 def deliver_adapter(settings: Settings, run: Run, job: inputs.Job, trainer: Any, talk: chat.Chat) -> None:
     """Save adapter and tokenizer, and return once they are in the store."""
     folder = settings.output_dir / "adapter"
     trainers.save_adapter(trainer, talk.tokenizer, job.plan, folder)
-    run.publisher.upload("adapter/", folder_files(folder, "adapter"))
-    run.publisher.beat(f"{settings.mode}_trained", train_wall=job.metrics.wall_seconds, step=job.step)
+    facts = {"train_wall": job.metrics.wall_seconds, "step": run.tally.step}
+    run.publisher.upload("adapter/", folder_files(folder, "adapter"), f"{settings.mode}_trained", **facts)
 
 
 def finish(settings: Settings, run: Run, job: inputs.Job) -> None:
     """Account for the run: train_meta.json, metrics.json, DONE, in this order."""
-    metrics = job.metrics
-    tokens = {"train_tokens": metrics.train_tokens, "generated_tokens": metrics.generated_tokens}
-    meta = metrics.train_meta(settings.output_dir / "adapter")
-    run.publisher.offer("train_meta.json", {"train_meta.json": run.keep("train_meta.json", meta)})
+    metrics, step = job.metrics, run.tally.step
     run.publisher.beat(
-        f"{settings.mode}_train_done", train_wall=metrics.wall_seconds, **tokens, step=job.step
+        f"{settings.mode}_train_done",
+        {"train_meta.json": run.keep("train_meta.json", metrics.train_meta(settings.output_dir / "adapter"))},
+        train_wall=metrics.wall_seconds,
+        train_tokens=metrics.train_tokens,
+        generated_tokens=metrics.generated_tokens,
+        step=step,
     )
     run.publisher.upload("metrics.json", {"metrics.json": run.keep("metrics.json", metrics.to_json())})
     run.publisher.stop_pings()
-    run.publisher.upload("DONE", {"DONE": run.keep("DONE", f"{time.time():.3f}")})
-    run.publisher.beat("done", step=job.step)
+    run.publisher.upload("DONE", {"DONE": run.keep("DONE", f"{time.time():.3f}")}, "done", step=step)
     run.publisher.flush()
+    clean_up(run)
     say(f"NODE DONE: {run.redact(metrics.to_json(indent=None))}")
+
+
+def clean_up(run: Run) -> None:
+    """Leave only the named files and the trainer's output folder."""
+    for folder in (run.local("resume"), run.local("staging")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- endings ---
@@ -243,9 +232,7 @@ def replay(run: Run) -> None:
     run.publisher.flush()
 
 
-@retry(
-    retry=retry_if_exception_type(Unavailable), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
-)
+@ask_again
 def is_done(store: Store) -> bool:
     """Whether the job has finished; access is proven first, or no rights would look like no file."""
     store.open()
@@ -269,14 +256,15 @@ def report_failure(run: Run, error: BaseException) -> None:
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     header = f"{now} run {run.identity.prefix}, attempt {run.attempt}\n"
     text = header + "".join(traceback.format_exception(error))
-    run.publisher.offer(f"error_{mode}.txt", {f"error_{mode}.txt": run.redact(text).encode()})
     try:
         run.local("metrics.json").unlink(missing_ok=True)
         run.keep(f"error_{mode}.txt", text)
     except OSError as problem:
         log.warning("error_%s.txt not written here: %s", mode, problem)
+    run.publisher.flush(FIRST_FLUSH_S)  # so that the failure is the newest thing that is told
     run.publisher.beat(
-        f"error_{mode}",
+        "superseded" if isinstance(error, Superseded) else f"error_{mode}",
+        {f"error_{mode}.txt": run.redact(text).encode()},
         error=run.redact(f"{type(error).__name__}: {error}")[:500],
         diag=gpu.diagnostics(),
         retriable=isinstance(error, RETRIABLE_ERRORS),
@@ -293,12 +281,12 @@ def check(env: MutableMapping[str, str], out: TextIO) -> None:
         raise problem
     settings = rules.resolve(env, identity)
     export_token(env, identity)
-    job, settings = inputs.load(settings, redactor(identity.secrets))
+    job, settings = inputs.load(settings, redactor(identity.secrets), [])
     if settings.mode == "sft":
         _, rows, batch = inputs.for_sft(settings, job)
         lengths = [len(row.ids) for row in rows]
     else:
-        talk, prompts, batch, _ = inputs.for_rl(settings, job)
+        talk, prompts, batch, _ = inputs.for_rl(settings, job, Tally(), lambda: None)
         lengths = [len(talk.encode(text)) for text in prompts.texts]
     cli.print_table(settings, out)
     cli.print_facts(job.metrics.notes, batch, sorted(lengths), out)
@@ -317,6 +305,9 @@ def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
             asked[arguments[0]](sys.stdout)
         else:
             raise ValueError(f"unknown arguments {' '.join(arguments)!r}: see python worker.py --help")
+    except Preempted as stop:
+        log.warning("%s: unfinished, to be resumed", stop)
+        return preemption.EXIT_CODE
     except (
         BaseException
     ) as error:  # the process ends here: everything was reported, the exit code is what is left
@@ -336,4 +327,5 @@ def hard_exit(code: int) -> None:
 
 
 if __name__ == "__main__":
+    preemption.block_signals()
     hard_exit(command(sys.argv[1:], os.environ))

@@ -1,45 +1,50 @@
 """One thread owns everything that leaves the machine; nothing that trains ever waits for the network."""
 
+import json
 import logging
-import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type
-
 from accounting import strict_json
-from delivery.store import Commit, Content, Store, StoreError, Unreachable
+from delivery.budget import Budget
+from delivery.hub_client import NotFound, StoreError, Unavailable, Unreachable
+from delivery.patience import COMMIT_LIMIT_S, Patience, Persistence, Superseded
+from delivery.pulse import Pulse
+from delivery.store import Commit, Content, Read, Store
 
 log = logging.getLogger(__name__)
 
 THROTTLED_STAGES = frozenset({"sft_step", "rl_step"})
-ORDINARY_TRIES, ORDINARY_PAUSE_S, LONGEST_PAUSE_S = 3, 5.0, 60.0
-FLUSH_S = 120.0
-PING_EVERY_S, STILL_S = 30.0, 900.0
+URGENT_STAGES = frozenset({"preempting"})
+HEARTBEAT = "heartbeat.json"
+FLUSH_S, URGENT_PAUSE_S = 120.0, 1.0
 
-Kind = Literal["throttled", "milestone", "best_effort", "required"]
+Kind = Literal["throttled", "milestone", "urgent", "required", "checkpoint"]
+Beat = tuple[str, Mapping[str, Any]]  # stage and extras
 
 
 @dataclass(frozen=True)
 class Job:
-    """One commit on its way to the store."""
+    """One commit on its way to the store; `then` is a beat that its landing makes true, and goes with it."""
 
     number: int
     kind: Kind
-    commit: Commit
+    what: str
+    make: Callable[[], Commit]
+    created: float
+    then: Beat | None = None
     outcome: Future[None] = field(default_factory=Future)
 
 
 class Publisher:
-    """Beats, artifacts and pings of one run, committed in the order they were created, one at a time."""
+    """Beats, artifacts and checkpoints of one run, committed in order of creation, one at a time."""
 
     def __init__(
         self,
@@ -50,24 +55,25 @@ class Publisher:
         redact: Callable[[str], str] = str,
         min_interval_s: float = 60.0,
         deadline_s: float = 1800.0,
-        sleep: Callable[[float], None] = time.sleep,
+        commit_limit_s: float = COMMIT_LIMIT_S,
+        sleep: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """`header` (run_id, mode, seed, attempt) is part of every beat; seconds are wall-clock."""
-        self.store, self.header, self.heartbeat_file, self.redact = (
-            store,
-            dict(header),
-            heartbeat_file,
-            redact,
-        )
-        self.min_interval_s, self.deadline_s = min_interval_s, deadline_s
-        self.sleep, self.clock = sleep, clock
+        self.store, self.header, self.heartbeat_file = store, dict(header), heartbeat_file
+        self.redact, self.clock = redact, clock
+        self.deadline_s = deadline_s
         self.last_stage, self.last_extras, self.last_beat_at = "", dict[str, Any](), clock()
+        self._budget = Budget(min_interval_s)
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
+        self._checkpoint: Job | None = None
         self._in_flight: Job | None = None
         self._jobs = 0
-        self._slot: tuple[int, float] = (0, float("-inf"))  # the beat that last claimed a commit, and when
+        self._hurry = False  # the budget no longer holds the waiting checkpoint back
+        self._known: tuple[Any, ...] | None = None  # attempts whose beat in the store is no newer one's
+        self._superseded: Superseded | None = None
+        self._persistence = Persistence(store, self._check_owner, clock, sleep or self._pause, commit_limit_s)
         self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
         self._pulse = Pulse(self)
 
@@ -78,27 +84,49 @@ class Publisher:
 
     # --- what the run calls ---
 
-    def beat(self, stage: str, **extras: Any) -> None:
-        """Write the local heartbeat, print its line, queue its commit when due; never raises, never waits."""
+    def beat(self, stage: str, files: Mapping[str, Content] | None = None, **extras: Any) -> None:
+        """Write the local heartbeat, print its line, queue its commit when due; never raises, never waits.
+
+        `files` go to the store in the same commit.
+        """
         with self._changed:
-            self.last_stage, self.last_extras, self.last_beat_at = stage, extras, self.clock()
-            self._beat(stage, extras, throttled=stage in THROTTLED_STAGES)
+            self._remember(stage, extras)
+            self._beat(stage, extras, stage in THROTTLED_STAGES, files or {})
 
     def ping(self, **counter: Any) -> None:
         """Repeat the newest beat as a sign of life."""
         with self._changed:
-            self._beat(self.last_stage, {**self.last_extras, "liveness": True, **counter}, throttled=True)
+            self._beat(self.last_stage, {**self.last_extras, "liveness": True, **counter}, True, {})
 
-    def upload(self, what: str, files: Mapping[str, Content]) -> None:
-        """Commit a required artifact and wait; raises StoreError when tries or deadline are used up."""
+    def upload(
+        self, what: str, files: Mapping[str, Content], stage: str | None = None, **extras: Any
+    ) -> None:
+        """Commit a required artifact, with the beat that says so, and wait; raises StoreError."""
         with self._changed:
-            job = self._enqueue("required", Commit(what, files))
-        job.outcome.result()
+            then = (stage, extras) if stage else None
+            job = self._enqueue("required", what, lambda: Commit(what, files), then)
+        try:
+            job.outcome.result(self.deadline_s)
+        except TimeoutError:
+            if job.outcome.cancel():  # or else it would land when everybody thinks that it has not
+                raise Unreachable(f"{what}: not uploaded within {self.deadline_s:.0f} s") from None
+            job.outcome.result()  # its last try ends at the deadline too
 
-    def offer(self, what: str, files: Mapping[str, Content]) -> None:
-        """Queue a best-effort artifact: one try, a warning when it fails."""
+    def stream(self, step: int, make: Callable[[], Commit]) -> Future[None]:
+        """Queue a checkpoint, in place of one that still waits: the future of that one is cancelled."""
         with self._changed:
-            self._enqueue("best_effort", Commit(what, files))
+            if self._checkpoint is not None:
+                self._checkpoint.outcome.cancel()
+            then = ("checkpoint_uploaded", {"step": step})
+            job = self._new("checkpoint", f"checkpoint-{step}", make, then)
+            self._checkpoint = None if job.outcome.done() else job
+        job.outcome.add_done_callback(lambda outcome: self._regret(step, outcome))
+        return job.outcome
+
+    def check(self) -> None:
+        """Raise Superseded when a newer attempt has been found at work."""
+        if self._superseded is not None:
+            raise self._superseded
 
     def counting(self, name: str, counter: Callable[[], float]) -> Any:
         """A context in which pings carry and watch `counter` instead of the process's CPU seconds."""
@@ -108,35 +136,53 @@ class Publisher:
         """Return when no further ping can come."""
         self._pulse.stop()
 
-    def flush(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until the queue is empty, bounded; says what was abandoned."""
+    def hurry(self) -> None:
+        """Let the waiting checkpoint go, whatever the budget says."""
         with self._changed:
-            done = self._changed.wait_for(lambda: not self._queue and self._in_flight is None, timeout_s)
-            left = [
-                job.commit.message
-                for job in ([self._in_flight] if self._in_flight else []) + list(self._queue)
-            ]
+            self._hurry = True
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float = FLUSH_S) -> bool:
+        """Wait until everything has left, bounded; says what was abandoned."""
+        self.hurry()
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._left(), timeout_s)
+            left = self._left()
         if not done:
-            log.warning("uploads abandoned after %.0f s: %s", timeout_s, ", ".join(left))
+            log.warning("uploads abandoned after %.0f s: %s", timeout_s, ", ".join(one.what for one in left))
         return done
 
     # --- under the lock ---
 
-    def _beat(self, stage: str, extras: Mapping[str, Any], throttled: bool) -> None:
-        payload = {"stage": stage, "ts": time.time(), **self.header, **extras}
-        text = self.redact(strict_json(payload))
+    def _remember(self, stage: str, extras: Mapping[str, Any]) -> None:
+        self.last_stage, self.last_extras, self.last_beat_at = stage, dict(extras), self.clock()
+
+    def _payload(self, stage: str, extras: Mapping[str, Any]) -> str:
+        return self.redact(strict_json({"stage": stage, "ts": time.time(), **self.header, **extras}))
+
+    def _beat(
+        self, stage: str, extras: Mapping[str, Any], throttled: bool, files: Mapping[str, Content]
+    ) -> None:
+        text = self._payload(stage, extras)
         self._write_locally(text)
-        now = self.clock()
-        if not throttled or now - self._slot[1] >= self.min_interval_s:
+        if not throttled or self._is_due():
             if throttled:
-                self._queue = deque(job for job in self._queue if job.kind != "throttled")
-            job = self._enqueue(
-                "throttled" if throttled else "milestone",
-                Commit(f"heartbeat: {stage}", {"heartbeat.json": text.encode()}),
-            )
-            self._slot, previous = (job.number, now), self._slot
-            job.outcome.add_done_callback(lambda outcome: self._give_back(job, previous, outcome))
+                self._drop_throttled()
+            commit = Commit(f"heartbeat: {stage}", {**files, HEARTBEAT: text.encode()})
+            kind: Kind = "urgent" if stage in URGENT_STAGES else "throttled" if throttled else "milestone"
+            self._enqueue(kind, commit.message, lambda: commit)
         say(f"HEARTBEAT {text}")
+
+    def _is_due(self) -> bool:
+        """Whether a throttled beat may be committed: a waiting checkpoint brings one with it."""
+        is_free = self._checkpoint is None or self._budget.floor_s == 0
+        return is_free and self._budget.beat_is_due(self.clock())
+
+    def _drop_throttled(self) -> None:
+        for job in self._queue:
+            if job.kind == "throttled":
+                job.outcome.cancel()
+        self._queue = deque(job for job in self._queue if not job.outcome.cancelled())
 
     def _write_locally(self, text: str) -> None:
         part = self.heartbeat_file.with_suffix(".part")
@@ -147,66 +193,150 @@ class Publisher:
         except OSError as error:
             log.warning("heartbeat not written to %s: %s", self.heartbeat_file, error)
 
-    def _enqueue(self, kind: Kind, commit: Commit) -> Job:
+    def _new(self, kind: Kind, what: str, make: Callable[[], Commit], then: Beat | None = None) -> Job:
         self._jobs += 1
-        job = Job(self._jobs, kind, commit)
-        self._queue.append(job)
+        job = Job(self._jobs, kind, what, make, self.clock(), then)
+        if self._superseded is not None:
+            job.outcome.set_exception(self._superseded)
         self._changed.notify_all()
         return job
 
-    def _give_back(self, job: Job, previous: tuple[int, float], outcome: Future[None]) -> None:
+    def _enqueue(self, kind: Kind, what: str, make: Callable[[], Commit], then: Beat | None = None) -> Job:
+        job = self._new(kind, what, make, then)
+        self._claim(job)
+        if not job.outcome.done():
+            (self._queue.appendleft if kind == "urgent" else self._queue.append)(job)
+        return job
+
+    def _claim(self, job: Job) -> None:
+        self._budget.claim(job.number, self.clock(), can_wait=job.kind in ("throttled", "checkpoint"))
+        job.outcome.add_done_callback(lambda outcome: self._account(job, outcome))
+
+    def _account(self, job: Job, outcome: Future[None]) -> None:
         with self._changed:
-            if outcome.exception() is not None and self._slot[0] == job.number:
-                self._slot = previous
+            if outcome.cancelled() or outcome.exception() is not None:
+                self._budget.give_back(job.number)
+            else:
+                self._budget.landed(job.number, self.clock())
+
+    def _regret(self, step: int, outcome: Future[None]) -> None:
+        error = None if outcome.cancelled() else outcome.exception()
+        if error is not None and not isinstance(error, Superseded):
+            self.beat("checkpoint_upload_failed", step=step, error=self.redact(str(error))[:500])
+
+    def _left(self) -> list[Job]:
+        waiting = [self._in_flight, self._checkpoint, *self._queue]
+        return [one for one in waiting if one is not None and not one.outcome.cancelled()]
+
+    def _may_go(self, checkpoint: Job | None) -> bool:
+        return checkpoint is not None and (self._hurry or self._budget.has_room(self.clock()))
+
+    def _next(self) -> Job | None:
+        held, first = self._checkpoint, self._queue[0] if self._queue else None
+        if (
+            held is not None
+            and self._may_go(held)
+            and (first is None or (first.kind != "urgent" and held.number < first.number))
+        ):
+            self._checkpoint = None
+            self._claim(held)
+            return held
+        return self._queue.popleft() if first is not None else None
 
     # --- the thread ---
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue)
-                job = self._in_flight = self._queue.popleft()
-            try:
-                self._put(job)
-            except StoreError as error:
-                self._give_up(job, error)
-            except (OSError, ValueError) as error:  # a file that vanished or cannot be read
-                self._give_up(job, StoreError(f"{job.commit.message}: {error}"))
-            except Exception as error:  # the thread must outlive it: `upload` would wait for ever
-                log.exception("upload of %s", job.commit.message)
-                self._give_up(job, error)
-            else:
-                job.outcome.set_result(None)
-            with self._changed:
-                self._in_flight = None
-                self._changed.notify_all()
+                while not self._queue and not self._may_go(self._checkpoint):
+                    # A checkpoint that the budget holds back becomes due without anybody's doing.
+                    self._changed.wait(1.0 if self._checkpoint else None)
+            self.work_off()
 
-    def _give_up(self, job: Job, error: Exception) -> None:
-        if job.kind != "required":
-            log.warning("not uploaded: %s", error)
-        job.outcome.set_exception(error)
+    def work_off(self) -> bool:
+        """Put the next thing that may go into the store; False when there is none."""
+        with self._changed:
+            job = self._in_flight = self._next()
+        if job is None:
+            return False
+        if job.outcome.set_running_or_notify_cancel():
+            self._settle(job)
+        with self._changed:
+            self._in_flight = None
+            self._changed.notify_all()
+        return True
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep between two tries; one that keeps an urgent beat waiting is made again soon."""
+        with self._changed:
+            is_urgent = self._changed.wait_for(self._is_urgent, seconds)
+        if is_urgent:
+            time.sleep(min(seconds, URGENT_PAUSE_S))
+
+    def _is_urgent(self) -> bool:
+        return any(job.kind == "urgent" for job in (self._in_flight, *self._queue) if job is not None)
+
+    def _settle(self, job: Job) -> None:
+        """Put a job into the store; whatever happens, its outcome is set: `upload` waits for it."""
+        try:
+            self._put(job)
+        except Superseded as error:
+            self._stand_down(error)
+            job.outcome.set_exception(error)
+        except StoreError as error:
+            if job.kind != "required":
+                log.warning("not uploaded: %s", error)
+            job.outcome.set_exception(error)
+        except Exception as error:  # a file that vanished, or a defect
+            log.exception("upload of %s", job.what)
+            job.outcome.set_exception(StoreError(f"{job.what}: {type(error).__name__}: {error}"))
+        else:
+            job.outcome.set_result(None)
+
+    def _stand_down(self, error: Superseded) -> None:
+        log.error("%s", error)
+        with self._changed:
+            self._superseded = error
+            waiting = [*self._queue, *([self._checkpoint] if self._checkpoint else [])]
+            self._queue.clear()
+            self._checkpoint = None
+        for one in waiting:
+            if one.outcome.set_running_or_notify_cancel():
+                one.outcome.set_exception(error)
 
     def _put(self, job: Job) -> None:
-        if job.kind in ("throttled", "best_effort"):
-            self.store.put(job.commit)
-            return
-        last_try_by = self.clock() + self.deadline_s
-        patience = Retrying(
-            retry=retry_if_exception_type(StoreError),
-            stop=lambda state: (
-                _ordinary_tries_used(state) or self.clock() + state.upcoming_sleep > last_try_by
-            ),
-            wait=_pause_s,
-            sleep=self.sleep,
-            before_sleep=lambda state: log.warning(
-                "upload of %s: %s; next try in %.0f s",
-                job.commit.message,
-                _error_of(state),
-                state.upcoming_sleep,
-            ),
-            reraise=True,
-        )
-        patience(self.store.put, job.commit)
+        commit = job.make()
+        text = self._payload(*job.then) if job.then else ""
+        if text:
+            commit = replace(commit, files={**commit.files, HEARTBEAT: text.encode()})
+        self._persistence.put(commit, self._patience(job))
+        if HEARTBEAT in commit.files:
+            self._known = (None, self.header["attempt"])
+        if job.then:
+            with self._changed:
+                self._remember(*job.then)
+                self._write_locally(text)
+                say(f"HEARTBEAT {text}")
+
+    def _patience(self, job: Job) -> Patience:
+        if job.kind == "throttled":
+            return Patience(tries=1)
+        if job.kind == "checkpoint":
+            return Patience(overtaken=lambda: self._checkpoint is not None)
+        if job.kind == "required":
+            return Patience(worth_waiting=(Unreachable,), until=job.created + self.deadline_s)
+        return Patience(worth_waiting=(Unavailable,))
+
+    def _check_owner(self, read: Read) -> None:
+        """Raise Superseded when somebody's beat has come into the store since we first looked or beat."""
+        try:
+            owner = json.loads(read(HEARTBEAT)).get("attempt")
+        except (NotFound, ValueError, AttributeError):
+            owner = None
+        if self._known is None:
+            self._known = (None, self.header["attempt"], owner)
+        if owner not in self._known:
+            raise Superseded(f"attempt {owner} has taken over {self.store.location}: this one stops")
 
 
 def say(line: str) -> None:
@@ -216,67 +346,3 @@ def say(line: str) -> None:
         sys.stdout.flush()
     except (OSError, ValueError) as error:
         log.warning("stdout cannot be written: %s", error)
-
-
-def _error_of(state: RetryCallState) -> BaseException | None:
-    return state.outcome.exception() if state.outcome else None
-
-
-def _ordinary_tries_used(state: RetryCallState) -> bool:
-    return not isinstance(_error_of(state), Unreachable) and state.attempt_number >= ORDINARY_TRIES
-
-
-def _pause_s(state: RetryCallState) -> float:
-    error = _error_of(state)
-    if isinstance(error, Unreachable) and error.retry_after_s is not None:
-        return max(1.0, error.retry_after_s)
-    return min(LONGEST_PAUSE_S, ORDINARY_PAUSE_S * 2 ** (state.attempt_number - 1))
-
-
-class Pulse:
-    """Pings while a phase is quiet, as long as its counter moves; a hang falls silent.
-
-    It reads counters that cost nothing; it never calls torch, whose allocator locks a hung kernel can hold.
-    """
-
-    def __init__(self, publisher: Publisher, every_s: float = PING_EVERY_S, still_s: float = STILL_S):
-        self.publisher, self.every_s, self.still_s = publisher, every_s, still_s
-        self._watched: list[tuple[str, Callable[[], float]]] = [("cpu_seconds", _cpu_seconds)]
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    @contextmanager
-    def counting(self, name: str, counter: Callable[[], float]) -> Iterator[None]:
-        self._watched.append((name, counter))
-        try:
-            yield
-        finally:
-            self._watched.pop()
-
-    def _run(self) -> None:
-        seen, moved_at = None, self.publisher.clock()
-        while not self._stopping.wait(self.every_s):
-            name, counter = self._watched[-1]
-            try:
-                value = counter()
-            except OSError:  # a file vanished while it was counted: no movement seen
-                continue
-            now = self.publisher.clock()
-            if (name, value) != seen:
-                seen, moved_at = (name, value), now
-            quiet = now - self.publisher.last_beat_at >= self.every_s
-            if quiet and self.publisher.last_stage and now - moved_at < self.still_s:
-                self.publisher.ping(**{name: value})
-
-
-def _cpu_seconds() -> int:
-    spent = os.times()
-    return int(spent.user + spent.system + spent.children_user + spent.children_system)

@@ -4,48 +4,34 @@
 """
 
 import errno
+import fcntl
 import logging
+import os
+import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from delivery.hub_client import Conflict, NotFound, StoreError, Unavailable, hub_errors, set_hub_timeouts
+
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 15.0, 120.0
-BUSY_STATUS = frozenset({408, 425, 429, 502, 503, 504})
-CONFLICT_STATUS = frozenset({409, 412})  # another commit was in the way
+CONFLICT_TRIES, CONFLICT_PAUSE_S = 10, 0.5
 Content = bytes | Path
-
-
-class StoreError(RuntimeError):
-    """The store answered, and the answer was no: trying again later will not help by itself."""
-
-
-class Unavailable(StoreError):
-    """The store failed to answer properly: the same request may work later."""
-
-
-class Unreachable(Unavailable):
-    """The store could not be asked, or is too busy: worth waiting for."""
-
-    def __init__(self, message: str, retry_after_s: float | None = None):
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-class NotFound(StoreError):
-    """There is no such file."""
+Read = Callable[[str], bytes]
+Check = Callable[[Read], None]
 
 
 @dataclass(frozen=True)
 class Commit:
     """One atomic change: contents by path, in the order a reader may see them, and paths to delete.
 
-    A deleted path that ends in `/` is a folder.
+    A deleted path that ends in `/` is a folder; one that is not there is no error.
     """
 
     message: str
@@ -68,11 +54,17 @@ class Store(Protocol):
         """Return a file's content; raises NotFound."""
         ...
 
+    def fetch(self, path: str, target: Path) -> None:
+        """Copy a file to a local path; raises NotFound."""
+        ...
+
     def list(self, folder: str = "") -> list[str]:
         """Return the paths of all files below `folder`, sorted; a missing folder is empty."""
         ...
 
-    def put(self, commit: Commit) -> None: ...
+    def put(self, commit: Commit, check: Check | None = None) -> None:
+        """Commit on top of a state that `check`, given a reader of it, does not raise about."""
+        ...
 
 
 class FolderStore:
@@ -87,35 +79,56 @@ class FolderStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
+            for abandoned in self.folder.glob(".incoming-*"):  # by a worker that was killed
+                shutil.rmtree(abandoned, ignore_errors=True)
 
     def exists(self, path: str) -> bool:
         with _named_os_errors(self.folder):
             return (self.folder / path).is_file()
 
     def read(self, path: str) -> bytes:
-        if not self.exists(path):
-            raise NotFound(f"{path} is not in {self.location}")
-        with _named_os_errors(self.folder):
+        with self._reading(path):
             return (self.folder / path).read_bytes()
 
-    def list(self, folder: str = "") -> list[str]:
-        with _named_os_errors(self.folder):
-            found = [path for path in (self.folder / folder).rglob("*") if path.is_file()]
-        return sorted(path.relative_to(self.folder).as_posix() for path in found)
+    def fetch(self, path: str, target: Path) -> None:
+        with self._reading(path):
+            shutil.copyfile(self.folder / path, target)
 
-    def put(self, commit: Commit) -> None:
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        if not self.exists(path):
+            raise NotFound(f"{path} is not in {self.location}")
+        try:
+            with _named_os_errors(self.folder):
+                yield
+        except FileNotFoundError as error:  # deleted since, by a newer attempt
+            raise NotFound(f"{path} is no longer in {self.location}") from error
+
+    def list(self, folder: str = "") -> list[str]:
+        try:
+            with _named_os_errors(self.folder):
+                found = [path for path in (self.folder / folder).rglob("*") if path.is_file()]
+        except FileNotFoundError as error:
+            raise Unavailable(f"{self.location} changed while it was listed") from error
+        paths = sorted(path.relative_to(self.folder).as_posix() for path in found)
+        return [path for path in paths if not path.startswith(".")]
+
+    def put(self, commit: Commit, check: Check | None = None) -> None:
         """Write everything beside the target, then move file by file: no reader sees half a file."""
         with _named_os_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.folder, prefix=".incoming-") as incoming:
                 for number, content in enumerate(commit.files.values()):
                     _write(content, Path(incoming) / str(number))
-                for number, path in enumerate(commit.files):
-                    target = self.folder / path
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    (Path(incoming) / str(number)).replace(target)
-            for path in commit.delete:
-                _remove(self.folder / path)
+                with _locked(self.folder):
+                    if check is not None:
+                        check(self.read)
+                    for number, path in enumerate(commit.files):
+                        target = self.folder / path
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        (Path(incoming) / str(number)).replace(target)
+                    for path in commit.delete:
+                        _remove(self.folder / path)
 
 
 class HubStore:
@@ -136,7 +149,7 @@ class HubStore:
         from huggingface_hub.errors import RepositoryNotFoundError
 
         api = self._api()
-        with _hub_errors(f"store {self.repo}"):
+        with hub_errors(f"store {self.repo}"):
             try:
                 api.repo_info(self.repo, repo_type="dataset")
             except RepositoryNotFoundError:
@@ -147,27 +160,54 @@ class HubStore:
     def exists(self, path: str) -> bool:
         from huggingface_hub.hf_api import RepoFile
 
-        with _hub_errors(path):
+        with hub_errors(path):
             found = self._api().get_paths_info(self.repo, self._full(path), repo_type="dataset")
             return any(isinstance(one, RepoFile) for one in found)
 
     def read(self, path: str) -> bytes:
+        return self._read_at(path, "main")
+
+    def _read_at(self, path: str, revision: str) -> bytes:
+        """Read without the client's download, which needs a disk: one that is full must not stop commits."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.errors import RemoteEntryNotFoundError
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        url = hf_hub_url(
+            self.repo,
+            self._full(path),
+            repo_type="dataset",
+            revision=revision,
+            endpoint=self.endpoint or None,
+        )
+        with hub_errors(path):
+            answer = get_session().get(url, headers=build_hf_headers(token=self.token or False))
+            try:
+                hf_raise_for_status(answer)
+            except RemoteEntryNotFoundError as error:
+                raise NotFound(f"{path} is not in {self.location}") from error
+            if not any("X-Repo-Commit" in one.headers for one in (answer, *answer.history)):
+                raise Unavailable(f"{path}: what answered is not the Hub")
+            return bytes(answer.content)
+
+    def fetch(self, path: str, target: Path) -> None:
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
-        with _hub_errors(path), tempfile.TemporaryDirectory() as scratch:
+        # Beside the target: a move inside one file system costs nothing.
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch, hub_errors(path):
             try:
                 got = self._api().hf_hub_download(
                     self.repo, self._full(path), repo_type="dataset", local_dir=scratch
                 )
             except RemoteEntryNotFoundError as error:
                 raise NotFound(f"{path} is not in {self.location}") from error
-            return Path(got).read_bytes()
+            Path(got).replace(target)
 
     def list(self, folder: str = "") -> list[str]:
         from huggingface_hub.errors import EntryNotFoundError
         from huggingface_hub.hf_api import RepoFile
 
-        with _hub_errors(folder or self.location):
+        with hub_errors(folder or self.location):
             try:
                 tree = self._api().list_repo_tree(
                     self.repo, self._full(folder), repo_type="dataset", recursive=True
@@ -177,100 +217,50 @@ class HubStore:
                 return []
         return sorted(path.relative_to(self.prefix).as_posix() for path in paths)
 
-    def put(self, commit: Commit) -> None:
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+    def put(self, commit: Commit, check: Check | None = None) -> None:
+        """Commit only on top of the very state that was checked; what moved in between is checked again.
 
-        operations = [CommitOperationAdd(self._full(path), content) for path, content in commit.files.items()]
-        operations += [
-            CommitOperationDelete(self._full(path), is_folder=path.endswith("/")) for path in commit.delete
-        ]
-        with _hub_errors(commit.message):
-            self._api().create_commit(
-                self.repo, operations, repo_type="dataset", commit_message=commit.message[:200]
-            )
+        A commit that hung and was given up can therefore never land after a later one. Of a commit whose
+        answer was lost the client finds every file unchanged, and makes no second one.
+        """
+        for tries_left in reversed(range(CONFLICT_TRIES)):
+            additions = self._additions(commit)  # a file that has gone is no trouble with the Hub
+            try:
+                with hub_errors(commit.message):
+                    self._commit(commit, additions, check)
+                return
+            except Conflict:
+                if not tries_left:
+                    raise
+                time.sleep(CONFLICT_PAUSE_S * random.uniform(0.5, 1.5))
+
+    def _additions(self, commit: Commit) -> tuple[Any, ...]:
+        from huggingface_hub import CommitOperationAdd
+
+        return tuple(CommitOperationAdd(self._full(path), content) for path, content in commit.files.items())
+
+    def _commit(self, commit: Commit, additions: tuple[Any, ...], check: Check | None) -> None:
+        from huggingface_hub import CommitOperationDelete
+
+        api = self._api()
+        head = api.repo_info(self.repo, repo_type="dataset").sha
+        if check is not None:
+            check(lambda path: self._read_at(path, head))
+        doomed = {self._full(path): path.endswith("/") for path in commit.delete}
+        if doomed:
+            found = api.get_paths_info(self.repo, list(doomed), repo_type="dataset", revision=head)
+            doomed = {one.path: doomed[one.path] for one in found}
+        deletions = [CommitOperationDelete(path, is_folder) for path, is_folder in doomed.items()]
+        api.create_commit(
+            self.repo,
+            [*additions, *deletions],
+            repo_type="dataset",
+            commit_message=commit.message[:200],
+            parent_commit=head,
+        )
 
     def _full(self, path: str) -> str:
         return (self.prefix / path).as_posix()
-
-
-def set_hub_timeouts() -> None:
-    """Give the Hub client timeouts: its own default is to wait for ever."""
-    from huggingface_hub.utils import _http
-
-    # Setting a factory closes the client that the publisher's thread may be using.
-    if _http._GLOBAL_CLIENT_FACTORY is not _hub_client:
-        _http.set_client_factory(_hub_client)
-
-
-def _hub_client() -> Any:
-    import httpx2
-    from huggingface_hub.utils._http import hf_request_event_hook
-
-    timeout = httpx2.Timeout(REQUEST_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-
-    def limit(request: Any) -> None:  # several calls of the library ask for no timeout explicitly
-        asked = request.extensions["timeout"]
-        request.extensions["timeout"] = {
-            phase: seconds if asked[phase] is None else asked[phase]
-            for phase, seconds in timeout.as_dict().items()
-        }
-
-    return httpx2.Client(
-        event_hooks={"request": [hf_request_event_hook, limit]}, follow_redirects=True, timeout=timeout
-    )
-
-
-@contextmanager
-def _hub_errors(what: str) -> Iterator[None]:
-    """Turn the Hub client's exceptions into ours, telling "could not ask" from "no"."""
-    import httpx2
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        yield
-    except StoreError:
-        raise
-    except (LocalEntryNotFoundError, RuntimeError) as error:
-        raise _store_error(what, error.__cause__ or error) from error  # both are wrapped around the cause
-    except HFValidationError as error:
-        raise StoreError(f"{what}: {_brief(error)}") from error
-    except (
-        httpx2.HTTPError,
-        ConnectionError,
-        TimeoutError,
-        ValueError,
-    ) as error:  # or an answer in no known form
-        raise _store_error(what, error) from error
-
-
-def _store_error(what: str, error: BaseException) -> StoreError:
-    """Ours for one of the Hub client's."""
-    import httpx2
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code if error.response is not None else None
-        message = f"{what}: the Hub answered {status} ({_brief(error)})"
-        if status is None or status in BUSY_STATUS:
-            return Unreachable(message, _retry_after(error.response))
-        if status >= 500 or status in CONFLICT_STATUS:
-            return Unavailable(message)
-        return StoreError(
-            f"{message}; check the repository's name and the token's rights (HF_REPO, HF_TOKEN)"
-        )
-    described = f"{type(error).__name__}: {_brief(error)}"
-    if isinstance(error, httpx2.HTTPError | ConnectionError | TimeoutError):
-        return Unreachable(f"{what}: the Hub cannot be reached ({described})")
-    return Unavailable(f"{what}: the Hub client failed ({described})")
-
-
-def _retry_after(response: Any) -> float | None:
-    text = response.headers.get("Retry-After", "") if response is not None else ""
-    return float(text) if text.replace(".", "", 1).isdigit() else None
-
-
-def _brief(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 @contextmanager
@@ -282,6 +272,18 @@ def _named_os_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         kind = Unavailable if error.errno in (errno.ENOSPC, errno.EIO, errno.EAGAIN) else StoreError
         raise kind(f"store folder {folder}: {error.strerror or error} (AUTOSLM_STORE_DIR)") from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One worker at a time, so that nothing comes between a check and the moves that follow it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(content: Content, target: Path) -> None:

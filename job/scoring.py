@@ -19,6 +19,7 @@ from job.environment import Environment, Row, function_name, info, rubric_tree
 
 log = logging.getLogger(__name__)
 
+CHECK_EVERY_S, CANCEL_S = 0.2, 2.0
 TIME_LIMIT_S = 900.0
 T = TypeVar("T")
 Problems = dict[int, str]  # by the identity of the state that is spoilt: environments write its fields
@@ -71,12 +72,13 @@ class SampledReply:
 class Scorer:
     """Scores groups of replies to one prompt with the environment's rubric."""
 
-    def __init__(self, env: Environment):
+    def __init__(self, env: Environment, check: Callable[[], None] = lambda: None):
+        """`check` raises when the run has to stop, also while judges or conversations are waited for."""
         import verifiers as vf
         from verifiers.clients import Client
 
         Client.register(SampledReply)
-        self.env, self.problems = env, Problems()
+        self.env, self.check, self.problems = env, check, Problems()
         self.has_weighted = False
         for rubric in rubric_tree(env.loaded.rubric):
             self._record(rubric)
@@ -88,7 +90,19 @@ class Scorer:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run async work on the loop that the environment's connections belong to."""
-        return self._loop.run(work)
+        return self._loop.run(self._checked(work))
+
+    async def _checked(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=CHECK_EVERY_S)
+                self.check()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=CANCEL_S)
+        return task.result()
 
     def score(self, groups: Sequence[tuple[Row, Sequence[Reply]]]) -> list[list[Score]]:
         """Score groups of replies that were sampled already; one list of scores a group, in order."""

@@ -82,6 +82,7 @@ class Identity(BaseSettings):
     upload_deadline_s: Float = knob(
         "AUTOSLM_UPLOAD_DEADLINE_S", "seconds a required upload may keep trying", 1800.0, gt=0
     )
+    grace_s: Float = knob("AUTOSLM_GRACE_S", "seconds a preempted worker may take to leave", 25.0, gt=0)
     log_flush_s: Float = knob(
         "AUTOSLM_LOG_FLUSH_S", "seconds to wait for log collectors after a failure", 10.0, ge=0, le=600
     )
@@ -205,7 +206,6 @@ class Settings(Identity):
         lambda data: (recipe.SFT if data["mode"] == "sft" else recipe.RL).learning_rate,
         spec="train.learning_rate", shown="sft 1e-4, rl 1e-5", gt=0,
     )  # fmt: skip
-    grace_s: Float = knob("AUTOSLM_GRACE_S", "seconds a preempted worker may take to leave", 25.0, gt=0)
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(knobs.lower)] = knob(
         "AUTOSLM_LOG_LEVEL", "at debug the libraries' own logs are shown", "info"
     )

@@ -79,12 +79,15 @@ class WeightsPlan:
         )
 
 
-def plan_weights(settings: Settings) -> WeightsPlan:
-    """Resolve the model to a commit and read its config; raises SettingsError when it cannot be had."""
+def plan_weights(settings: Settings, pinned: str | None = None) -> WeightsPlan:
+    """Resolve the model to a commit and read its config; raises SettingsError when it cannot be had.
+
+    `pinned` is the commit of an earlier attempt's weights: a resumed run loads the same ones.
+    """
     base, _, revision = settings.model.partition("@")
     source = settings.quant_repo if settings.quant == "4bit-qlora" and settings.quant_repo else base
-    base_commit = _commit(settings, base, revision or None)
-    commit = base_commit if source == base else _commit(settings, source, None)
+    base_commit = _commit(settings, base, (pinned if source == base else None) or revision or None)
+    commit = base_commit if source == base else _commit(settings, source, pinned)
     config = _config(source, commit)
     text = config.get_text_config()
     dtype = "float32" if settings.device == "cpu" else "bfloat16"

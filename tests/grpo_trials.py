@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accounting import Tally
 from job import chat, dataset, rules, weights
 from job.environment import Environment
 from job.scoring import Scorer
@@ -153,10 +154,10 @@ def build(env: dict[str, str], *, dtype: str = "float32", policy: Any = None) ->
     talk = chat.Chat(chat.load_tokenizer(plan.base, None), settings.thinking)
     prompts = dataset.rl_prompts(settings, loaded, talk)
     batch = trainers.rl_batch(settings, plan, loaded, len(prompts.rows))
-    tally = rewards.Tally()
+    tally = Tally()
     reward = WatchedReward(settings, talk, prompts, WatchedScorer(loaded), tally)
     history = midrun.as_callback(midrun.Rewards, Silent(), tally)
-    guard = midrun.as_callback(midrun.GradientGuard)
+    guard = midrun.as_callback(midrun.GradientGuard, tally)
     model = policy(settings, plan) if policy else None
     trainer = trainers.grpo_trainer(
         settings, plan, talk, prompts, batch, Way(tally, reward), [history, guard], policy=model

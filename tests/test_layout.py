@@ -257,12 +257,18 @@ def test_the_readme_names_every_stage_the_code_beats(mode):
 
 @cache
 def stages(mode: str) -> set[str]:
-    """Stages of all calls `….beat(…)`; those that a function is given are looked up where it is called."""
-    calls = [node for path in FILES for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+    """Stages of all beats, and of those that go with an upload or a checkpoint."""
+    nodes = [node for path in FILES for node in ast.walk(tree(path))]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     beats = [call.args[0] for call in calls if ast.unparse(call.func).endswith(".beat") and call.args]
-    announced = [call.args[-1] for call in calls if ast.unparse(call.func) == "announce_training"]
+    beats += [call.args[2] for call in calls if ast.unparse(call.func).endswith(".upload") and call.args[2:]]
+    beats += [call.args[-1] for call in calls if ast.unparse(call.func) == "announce_training"]
+    beats += [
+        node.elts[0] for node in nodes if isinstance(node, ast.Tuple) and "_uploaded" in ast.unparse(node)
+    ]
+    choices = [one for one in beats if isinstance(one, ast.IfExp)]
     found = set()
-    for argument in [*beats, *announced]:
+    for argument in [*beats, *(branch for one in choices for branch in (one.body, one.orelse))]:
         if isinstance(argument, ast.Constant):
             found.add(argument.value)
         elif isinstance(argument, ast.JoinedStr):

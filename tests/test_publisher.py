@@ -7,98 +7,21 @@ import json
 import math
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from delivery.publisher import STILL_S, Publisher, Pulse
+from delivery.hub_client import StoreError, Unavailable, Unreachable
+from delivery.publisher import Publisher
+from delivery.pulse import STILL_S, Pulse
 from delivery.redaction import redactor
-from delivery.store import Commit, FolderStore, StoreError, Unavailable, Unreachable
+from delivery.store import Commit, FolderStore
+from tests.stores import PATIENCE_S, Clock, Recorder, strict
 
 HEADER = {"run_id": "r", "mode": "rl", "seed": 3, "attempt": "a1"}
-PATIENCE_S = 20.0  # for what happens at once; only a broken publisher uses it up
-
-
-@dataclass
-class Recorder:
-    """A store in memory that notes commits, and fails or hangs as it is told."""
-
-    location: str = "memory"
-    failures: list[Exception] = field(default_factory=list)  # one for each of the next tries
-    fails: Callable[[Commit], Exception | None] = lambda commit: None
-    may_go_on: threading.Event = field(default_factory=threading.Event)
-    entered: threading.Event = field(default_factory=threading.Event)
-    commits: list[Commit] = field(default_factory=list)
-    tries: Counter[str] = field(default_factory=Counter)
-    at_once: int = 0
-    most_at_once: int = 0
-
-    def __post_init__(self) -> None:
-        self.may_go_on.set()
-
-    def put(self, commit: Commit) -> None:
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        self.tries[commit.message] += 1
-        self.entered.set()
-        try:
-            assert self.may_go_on.wait(PATIENCE_S)
-            error = self.failures.pop(0) if self.failures else self.fails(commit)
-            if error is not None:
-                raise error
-            self.commits.append(commit)
-        finally:
-            self.at_once -= 1
-
-    def open(self) -> None: ...
-    def exists(self, path: str) -> bool:
-        return False
-
-    def read(self, path: str) -> bytes:
-        return b""
-
-    def list(self, folder: str = "") -> list[str]:
-        return []
-
-    @property
-    def stages(self) -> list[str]:
-        return [commit.message.removeprefix("heartbeat: ") for commit in self.commits]
-
-    @property
-    def beats(self) -> list[dict[str, Any]]:
-        return [
-            strict(commit.files["heartbeat.json"])
-            for commit in self.commits
-            if "heartbeat.json" in commit.files
-        ]
-
-
-class Clock:
-    """Seconds that pass only when somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now, self.naps = 1000.0, list[float]()
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.naps.append(seconds)
-        self.now += seconds
-
-
-def strict(text: Any) -> Any:
-    """Decode JSON that must hold no NaN."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 @pytest.fixture
@@ -269,12 +192,14 @@ def test_a_file_that_cannot_be_written_does_not_stop_the_beat(make, store, tmp_p
 def test_a_step_is_due_an_interval_after_the_last_commit_of_any_stage(make, store, clock):
     publisher = make(60)
     publisher.beat("rl_step", step=1)  # nothing committed yet: due
-    for seconds, step in ((59, 2), (1, 3), (59, 4)):
+    drained(publisher)
+    for seconds, step in ((119, 2), (1, 3), (239, 4)):  # each makes the next wait twice as long
         clock.now += seconds
         publisher.beat("rl_step", step=step)
         drained(publisher)
     publisher.beat("checkpoint_uploaded", step=4)
-    clock.now += 59
+    drained(publisher)
+    clock.now += 239
     publisher.beat("sft_step", step=5)
     publisher.ping(bytes=1)
     clock.now += 1
@@ -360,14 +285,41 @@ def test_everything_is_committed_in_the_order_of_creation(make, store):
     publisher = make(0)
     store.may_go_on.clear()
     publisher.beat("boot")
-    publisher.offer("train_meta.json", {"train_meta.json": b"{}"})
     publisher.ping(bytes=1)
-    publisher.beat("rl_train_done")
+    publisher.beat("rl_train_done", {"train_meta.json": b"{}"})
     store.may_go_on.set()
     publisher.upload("metrics.json", {"metrics.json": b"{}"})
     publisher.beat("done")
     drained(publisher)
-    assert store.stages == ["boot", "train_meta.json", "boot", "rl_train_done", "metrics.json", "done"]
+    assert store.stages == ["boot", "boot", "rl_train_done", "metrics.json", "done"]
+    assert [*store.commits[2].files] == ["train_meta.json", "heartbeat.json"]
+
+
+def test_an_urgent_beat_goes_before_what_waits(make, store):
+    publisher = make(0)
+    store.may_go_on.clear()
+    publisher.beat("boot")
+    assert store.entered.wait(PATIENCE_S)
+    publisher.beat("rl_eval")
+    publisher.stream(5, lambda: Commit("checkpoint-5", {}))
+    publisher.beat("preempting", step=5, reason="SIGTERM")
+    store.may_go_on.set()
+    drained(publisher)
+    assert store.stages == ["boot", "preempting", "rl_eval", "checkpoint-5"]
+
+
+def test_an_urgent_beat_ends_a_long_pause(tmp_path, store, monkeypatch):
+    """The Hub asked for a quarter of an hour, and the machine is gone in 25 s."""
+    monkeypatch.setattr("delivery.publisher.URGENT_PAUSE_S", 0.01)
+    publisher = Publisher(store, HEADER, tmp_path / "heartbeat.json", min_interval_s=0)
+    store.failures = [Unreachable("429", retry_after_s=900)]
+    publisher.start()
+    publisher.beat("boot")
+    assert store.entered.wait(PATIENCE_S)
+    publisher.beat("preempting")
+    drained(publisher)
+    publisher.stop_pings()
+    assert store.stages == ["boot", "preempting"]
 
 
 def test_a_ping_before_a_milestone_lands_before_it(make, store):
@@ -456,14 +408,41 @@ def test_the_deadline_counts_time_spent_trying(make, store, clock):
     assert (store.tries["adapter/"], clock.naps) == (3, [5, 10])
 
 
-def test_a_best_effort_upload_has_one_try(make, store, caplog):
-    publisher = make()
+def test_a_beat_that_waits_has_one_try(make, store, caplog):
+    publisher = make(0)
     store.failures = [Unreachable("the Hub is down")]
-    publisher.offer("train_meta.json", {"train_meta.json": b"{}"})
+    publisher.beat("rl_step", step=1)
     publisher.beat("rl_train_done")
     drained(publisher)
-    assert store.tries["train_meta.json"] == 1 and store.stages == ["rl_train_done"]
+    assert store.tries["heartbeat: rl_step"] == 1 and store.stages == ["rl_train_done"]
     assert "not uploaded: the Hub is down" in caplog.text
+
+
+@pytest.mark.parametrize("failure", [BUSY, Unreachable("down"), Unreachable("429", retry_after_s=60)])
+def test_a_milestone_waits_for_the_hub_however_long(make, store, clock, failure):
+    publisher = make(deadline_s=1800.0)
+    store.failures = [failure] * 60
+    publisher.beat("boot")
+    publisher.beat("rl_start")
+    drained(publisher)
+    assert store.stages == ["boot", "rl_start"] and clock.now > 3000
+
+
+def test_a_milestone_that_is_refused_has_three_tries(make, store, clock):
+    publisher = make()
+    store.failures = [GONE] * 3
+    publisher.beat("boot")
+    publisher.beat("rl_start")
+    drained(publisher)
+    assert store.stages == ["rl_start"] and clock.naps == [5, 10]
+
+
+def test_a_pause_that_is_asked_for_is_an_hour_at_most(make, store, clock):
+    store.failures = [Unreachable("429", retry_after_s=1e9)]
+    publisher = make()
+    publisher.beat("boot")
+    drained(publisher)
+    assert clock.naps == [3600]
 
 
 @pytest.mark.parametrize(
@@ -473,7 +452,7 @@ def test_no_error_of_a_store_ends_the_thread(make, store, error, caplog):
     """`upload` would wait for ever for a thread that is gone."""
     publisher = make()
     store.failures = [error, error]
-    publisher.offer("train_meta.json", {})
+    publisher.beat("rl_train_done", {"train_meta.json": b"{}"})
     with pytest.raises((StoreError, RuntimeError), match=str(error)):
         publisher.upload("adapter/", {})
     publisher.beat("done")
@@ -492,7 +471,7 @@ def test_nothing_waits_for_a_commit_that_hangs(make, store, tmp_path, capsys):
     assert store.entered.wait(PATIENCE_S)
     for step in range(50):
         publisher.beat("rl_step", step=step)
-    publisher.offer("train_meta.json", {})
+    publisher.stream(50, lambda: Commit("checkpoint-50", {}))
     publisher.ping(bytes=1)
     assert not store.may_go_on.is_set() and store.commits == []  # and yet we are here
     assert strict((tmp_path / "hb" / "heartbeat.json").read_text())["step"] == 49
@@ -504,10 +483,10 @@ def test_a_flush_is_bounded_and_says_what_it_abandons(make, store, caplog):
     assert publisher.flush(0.0)
     store.may_go_on.clear()
     publisher.beat("boot")
-    publisher.offer("error_rl.txt", {})
+    publisher.beat("error_rl", {"error_rl.txt": b""})
     assert store.entered.wait(PATIENCE_S)
     assert not publisher.flush(0.01)
-    assert "heartbeat: boot, error_rl.txt" in caplog.text
+    assert "heartbeat: boot, heartbeat: error_rl" in caplog.text
     store.may_go_on.set()
     drained(publisher)
 

@@ -26,18 +26,19 @@ EXTRAS = {
     "model_prefetched": {"model", "download_seconds", "hf_transfer"},
     "rl_train_start": {"setup_seconds", "resumed"},
     "rl_step": {"step", "reward", "reward_last", "rewards", "unscorable"},
+    "checkpoint_uploaded": {"step"},
     "rl_trained": {"train_wall", "step"},
     "rl_train_done": {"train_wall", "train_tokens", "generated_tokens", "step"},
     "done": {"step"},
 }
 STORY = ["boot", "rl_start", "model_prefetched", "rl_train_start", *["rl_step"] * STEPS]
-STORY += ["rl_trained", "rl_train_done", "done"]
+STORY += ["checkpoint_uploaded", "rl_trained", "rl_train_done", "done"]
 NOTES = {
     *("renderer", "thinking", "train_wall", "model_id", "environment", "job_spec", "resumed"),
     *("download_seconds", "hf_transfer"),
     *("steps", "reward_history", "gen_tokens_is_upper_bound", "max_completion_len", "prompts_per_step"),
     *("generations_per_step", "group_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("grpo_recipe", "unscorable", "rollout_errors", "nonfinite_steps"),
+    *("grpo_recipe", "unscorable", "rollout_errors", "nonfinite_steps", "attempt"),
 }
 RECIPE = {
     **{"lr_scheduler": "constant", "beta": 0.05, "scale_rewards": "none", "loss_type": "dr_grpo"},
@@ -130,7 +131,8 @@ def test_every_file_is_stored_in_order(good: HubRun) -> None:
         assert len(holding) == 1, name
         order += holding
     assert order == sorted(set(order))
-    adapter = {path.removeprefix(f"{PREFIX}/adapter/") for path in commits[order[0]]}
+    folder = f"{PREFIX}/adapter/"
+    adapter = {path.removeprefix(folder) for path in commits[order[0]] if path.startswith(folder)}
     assert adapter >= {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -151,12 +153,12 @@ def test_stages_come_in_order_with_their_fields(good: HubRun) -> None:
     assert [beat["ts"] for beat in beats] == sorted(beat["ts"] for beat in beats)
     assert beats[-1]["step"] == beats[-3]["step"] == STEPS
     committed = [
-        strict(commit.added[f"{PREFIX}/heartbeat.json"])["stage"]
+        strict(commit.added[f"{PREFIX}/heartbeat.json"])
         for commit in good.hub.commits("acme/runs")
         if f"{PREFIX}/heartbeat.json" in commit.added
     ]
-    milestones = [stage for stage in committed if stage != "rl_step"]
-    assert [stage for stage in milestones if stage in STORY] == [one for one in STORY if one != "rl_step"]
+    milestones = [beat["stage"] for beat in committed if not beat.get("liveness")]
+    assert [one for one in milestones if one != "rl_step"] == [one for one in STORY if one != "rl_step"]
 
 
 def test_a_beat_for_every_step(good: HubRun) -> None:
@@ -174,7 +176,7 @@ def test_a_beat_for_every_step(good: HubRun) -> None:
 def test_metrics_say_what_was_run(good: HubRun) -> None:
     metrics = strict(good.stored["metrics.json"])
     assert (metrics["arm"], metrics["phase"], metrics["seed"]) == ("runpod", "rl", 0)
-    assert metrics["train_tokens"] == 0
+    assert metrics["train_tokens"] > metrics["generated_tokens"]  # prompts are trained on top of
     assert metrics["train_throughput_toks_per_s"] == pytest.approx(
         metrics["generated_tokens"] / metrics["wall_seconds"]
     )
@@ -197,11 +199,6 @@ def test_generated_tokens_are_those_that_were_sampled(good: HubRun) -> None:
     sampled = [tokens for tokens, _ in good.sampled]
     assert len(sampled) == STEPS
     assert strict(good.stored["metrics.json"])["generated_tokens"] == sum(sampled)
-
-
-def test_the_adapter_earns_more_than_the_base(good: HubRun) -> None:
-    history = strict(good.stored["metrics.json"])["notes"]["reward_history"]
-    assert max(history) > history[0] + 0.2
 
 
 # --- a run that fails with vLLM loaded ---
@@ -242,7 +239,7 @@ def test_a_run_without_vllm(tiny_model: Path, tmp_path: Path) -> None:
     env = grpo_trials.variables(tmp_path, tiny_model, RL_USE_VLLM=0, SEED=3)
     ended = harness.start_python(["worker.py"], env, tmp_path / "home")
     assert ended.code == 0, ended.err[-3000:]
-    assert ended.stages == ["boot", *STORY[1:4], *["rl_step"] * 3, *STORY[-3:]]
+    assert ended.stages == ["boot", *STORY[1:4], *["rl_step"] * 3, *STORY[-4:]]
     stored = tmp_path / "store" / "rl" / "r1" / "seed3"
     metrics = strict((stored / "metrics.json").read_text())
     assert metrics["seed"] == 3 and metrics["generated_tokens"] > 0

@@ -35,13 +35,14 @@ EXTRAS = {
     "model_prefetched": {"model", "download_seconds", "hf_transfer"},
     "sft_model_load": {"setup_seconds", "resumed"},
     "sft_step": {"step", "loss"},
+    "checkpoint_uploaded": {"step"},
     "sft_trained": {"train_wall", "step"},
     "sft_train_done": {"train_wall", "train_tokens", "generated_tokens", "step"},
     "done": {"step"},
 }
 # Twenty-one steps of eight rows: the trainer logs twice.
 STORY = ["boot", "sft_start", "model_prefetched", "sft_model_load", "sft_step", "sft_step"]
-STORY += ["sft_trained", "sft_train_done", "done"]
+STORY += ["checkpoint_uploaded", "sft_trained", "sft_train_done", "done"]
 
 
 def run_dir(folder: Path) -> dict[str, Path]:
@@ -125,7 +126,7 @@ def test_artifacts_are_committed_in_order_each_whole(hub_run: HubRun) -> None:
     assert order == sorted(set(order))
     adapter = {path.removeprefix(f"{PREFIX}/adapter/") for path in commits[order[0]]}
     assert adapter >= ADAPTER_FILES
-    assert all(len(commits[index]) == 1 for index in order[1:])
+    assert [len(commits[index]) for index in order[1:]] == [2, 1, 2]  # all but metrics.json with their beat
 
 
 def test_stages_come_in_order_with_their_fields(hub_run: HubRun) -> None:
@@ -137,7 +138,7 @@ def test_stages_come_in_order_with_their_fields(hub_run: HubRun) -> None:
     assert [beat["ts"] for beat in beats] == sorted(beat["ts"] for beat in beats)
     assert len({beat["attempt"] for beat in beats}) == 1
     steps = [beat["step"] for beat in beats if "step" in beat]
-    assert steps == [10, 20, 21, 21, 21]
+    assert steps == [10, 20, 21, 21, 21, 21]
     first, second = (beat["loss"] for beat in beats if beat["stage"] == "sft_step")
     assert second < first
 
@@ -431,33 +432,34 @@ class Bench:
     callbacks: list[Any] = field(default_factory=list)
 
     def trainer(self) -> Any:
+        import worker
         from training import midrun, trainers
 
         self.losses = midrun.as_callback(midrun.Losses, self.run.publisher)
-        self.guard = midrun.as_callback(midrun.GradientGuard)
-        callbacks = [self.losses, self.guard, *self.callbacks]
+        callbacks = [self.losses, *worker.watchers(self.run, self.job), *self.callbacks]
         return trainers.sft_trainer(self.settings, self.job.plan, self.talk, self.rows, self.batch, callbacks)
 
     def train(self, trainer: Any) -> None:
         import worker
 
-        worker.train(self.run, self.job, trainer, self.losses, self.guard)
+        worker.train(self.run, self.job, trainer, self.losses, None)
 
 
 @pytest.fixture
 def bench(job: Callable[..., dict[str, str]]) -> Callable[..., Bench]:
     """Do what the worker does up to the trainer; arguments are those of `job`."""
-    import worker
     from job import rules
     from job.settings import identify
     from training import inputs
+    from training.run import Run
 
     def make(*args: Any, callbacks: Sequence[Any] = (), **more: Any) -> Bench:
         env = job(*args, **more)
         identity, problem = identify(env)
         assert problem is None
-        run = worker.Run.begin(identity)
-        found, settings = inputs.load(rules.resolve(env, identity), run.redact)
+        run = Run(identity)
+        run.start()
+        found, settings = inputs.load(rules.resolve(env, identity), run.redact, [])
         talk, rows, batch = inputs.for_sft(settings, found)
         return Bench(settings, run, found, talk, rows, batch, list(callbacks))
 
@@ -535,7 +537,7 @@ def test_the_batch_is_the_one_asked_for_and_tokens_are_counted_as_fed(
     it.train(trainer)
     fed = 2 * accumulation  # a data loader may have looked one batch ahead
     assert counting.rows[:fed] == [micro] * fed
-    assert trainer.state.global_step == it.job.step == 2
+    assert trainer.state.global_step == it.run.tally.step == 2
     assert trainer.state.num_input_tokens_seen == sum(counting.tokens[:fed])
 
 

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
-from huggingface_hub.utils import _detect_agent, _http, disable_progress_bars
+from huggingface_hub.utils import _http
 
-from delivery import store as stores
-from delivery.store import (
-    Commit,
-    FolderStore,
-    HubStore,
-    NotFound,
-    Store,
-    StoreError,
-    Unavailable,
-    Unreachable,
-    folder_files,
-    open_store,
-    set_hub_timeouts,
-)
+from delivery import hub_client
+from delivery.hub_client import NotFound, StoreError, Unavailable, Unreachable, set_hub_timeouts
+from delivery.store import Commit, FolderStore, HubStore, Store, folder_files, open_store
 from tests.hub_server import Fault, HubServer
+from tests.stores import keep_client_home
 
 PREFIX = "sft/run/seed0"
 REPO = "acme/runs"
@@ -42,13 +30,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
 
 @pytest.fixture(autouse=True)
 def _client(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep the client online, quiet, out of the user's home, off xet, and without pauses between tries."""
-    disable_progress_bars()
-    monkeypatch.setattr(_detect_agent, "_registry", {"standardEnvVars": [], "harnesses": {}})
-    monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp()))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    keep_client_home(monkeypatch, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -155,6 +137,56 @@ def test_a_file_that_is_gone_is_not_half_a_commit(store, tmp_path):
     assert store.list() == []
 
 
+def test_deleting_what_is_not_there_is_no_error(store):
+    store.put(Commit("m", {"a": b"a"}, delete=("gone", "checkpoint/7/")))
+    store.put(Commit("m", {}, delete=("gone", "a")))
+    assert store.list() == []
+
+
+def test_fetch(store, tmp_path):
+    store.put(Commit("m", {"adapter/model.safetensors": WEIGHTS}))
+    target = tmp_path / "here" / "model"
+    target.parent.mkdir()
+    store.fetch("adapter/model.safetensors", target)
+    assert target.read_bytes() == WEIGHTS and [*target.parent.iterdir()] == [target]
+    with pytest.raises(NotFound):
+        store.fetch("adapter/gone", target)
+    with pytest.raises(NotFound):
+        store.fetch("adapter", target)
+
+
+def test_a_commit_is_checked_against_what_is_there(store):
+    """What the check raises comes out as it is, and nothing has changed."""
+    store.put(PUT)
+    seen = []
+
+    def check(read: Callable[[str], bytes]) -> None:
+        seen.append(read("heartbeat.json"))
+        with pytest.raises(NotFound):
+            read("DONE")
+        if len(seen) > 1:
+            raise StoreError("stop")
+
+    store.put(Commit("m", {"heartbeat.json": b"2"}), check)
+    with pytest.raises(StoreError, match=r"^stop$"):
+        store.put(Commit("m", {"heartbeat.json": b"3", "a": b""}, delete=("heartbeat.json",)), check)
+    assert seen == [b"{}", b"2"] and store.list() == ["heartbeat.json"]
+    assert store.read("heartbeat.json") == b"2"
+
+
+def test_a_commit_that_was_overtaken_is_checked_again(hub, hub_store):
+    hub_store.put(PUT)
+    seen = []
+
+    def check(read: Callable[[str], bytes]) -> None:
+        seen.append(read("heartbeat.json"))
+        if len(seen) < 3:
+            hub.push(REPO, {f"{PREFIX}/heartbeat.json": str(len(seen)).encode()})
+
+    hub_store.put(Commit("mine", {"DONE": b"1"}), check)
+    assert seen == [b"{}", b"1", b"2"] and hub.commits(REPO)[-1].message == "mine"
+
+
 def test_open_store():
     folder = open_store("", Path("somewhere"), PREFIX, "")
     assert isinstance(folder, FolderStore) and folder.location.endswith(f"/somewhere/{PREFIX}")
@@ -187,6 +219,23 @@ def test_nothing_temporary_is_left_in_the_folder(tmp_path):
     store = FolderStore(tmp_path, PREFIX)
     store.put(PUT)
     assert [path.name for path in store.folder.iterdir()] == ["heartbeat.json"]
+
+
+def test_opening_the_folder_sweeps_away_what_a_killed_worker_left(tmp_path):
+    store = FolderStore(tmp_path, PREFIX)
+    store.put(PUT)
+    (store.folder / ".incoming-x").mkdir()
+    (store.folder / ".incoming-x" / "0").write_bytes(b"half")
+    assert store.list() == ["heartbeat.json"]
+    store.open()
+    assert [path.name for path in store.folder.iterdir()] == ["heartbeat.json"]
+
+
+def test_a_file_that_vanishes_while_it_is_read_is_not_found(tmp_path, monkeypatch):
+    store = FolderStore(tmp_path, PREFIX)
+    monkeypatch.setattr(store, "exists", lambda path: True)
+    with pytest.raises(NotFound):
+        store.read("checkpoint/checkpoint-5/manifest.json")
 
 
 def test_a_folder_that_cannot_be_one(tmp_path):
@@ -339,7 +388,7 @@ def test_a_name_that_no_repository_can_have(hub):
 
 
 def test_a_hub_that_never_answers_is_given_up(hub, hub_store, monkeypatch):
-    monkeypatch.setattr(stores, "REQUEST_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(hub_client, "REQUEST_TIMEOUT_S", 0.02)
     _http.set_client_factory(_http.default_client_factory)
     set_hub_timeouts()
     hub.faults.append(Fault(".", hang=True))

@@ -136,6 +136,7 @@ def test_every_answer_names_its_own_call() -> None:
 
 def test_a_run_on_qwen3s_own_template(with_template: Callable[[str], Path], tmp_path: Path) -> None:
     """Two steps through TRL's loop: prompts show the tools, and the rubric gets every transcript."""
+    from accounting import Tally
     from job import dataset, rules, weights
     from job.chat import load_tokenizer
     from job.scoring import Scorer
@@ -157,7 +158,7 @@ def test_a_run_on_qwen3s_own_template(with_template: Callable[[str], Path], tmp_
     loaded = Environment.load("toy-tools", {})
     chat = Chat(load_tokenizer(plan.base, None), settings.thinking)
     prompts = dataset.rl_prompts(settings, loaded, chat)
-    way = conversations.plan(settings, loaded, chat, prompts, Scorer(loaded))
+    way = conversations.plan(settings, loaded, chat, prompts, Scorer(loaded), Tally())
     assert way.rollout is None and [one.__name__ for one in way.tools] == ["price", "stock"]
     batch = trainers.rl_batch(settings, plan, loaded, len(prompts.rows))
     trainer = trainers.grpo_trainer(settings, plan, chat, prompts, batch, way, [])

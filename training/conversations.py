@@ -1,10 +1,11 @@
 """How a run's completions come about: sampled by TRL, played by verifiers, or by TRL's own tool loop."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from accounting import Tally
 from job.chat import Chat
 from job.dataset import Prompts
 from job.environment import Environment
@@ -12,7 +13,7 @@ from job.scoring import Scorer
 from job.settings import Settings
 from training import tool_loop
 from training.glue import renderer_for
-from training.rewards import EnvironmentReward, RolloutReward, Tally
+from training.rewards import EnvironmentReward, RolloutReward
 from training.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -29,22 +30,24 @@ class Way:
     tool_schemas: Sequence[Mapping[str, Any]] = ()
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[[], None] = lambda: None  # raises, between two tokens, when the run has to stop
 
 
-def plan(settings: Settings, env: Environment, chat: Chat, prompts: Prompts, scorer: Scorer) -> Way:
+def plan(
+    settings: Settings, env: Environment, chat: Chat, prompts: Prompts, scorer: Scorer, tally: Tally
+) -> Way:
     """Choose the way for this environment; raises SettingsError or NoExactGlue when there is none."""
-    tally = Tally()
     if settings.rl_tool_loop == "trl":
         return trl_way(settings, env, chat, prompts, scorer, tally)
     if not env.multi_turn and not shapes_conversations(env):
-        return Way(tally, EnvironmentReward(settings, chat, prompts, scorer, tally))
+        return Way(tally, EnvironmentReward(settings, chat, prompts, scorer, tally), check=scorer.check)
     has_tools = shows_tools(env, prompts)
     if env.is_tool_env and not has_tools:
         log.warning("%s is a tool environment without tools: played as a conversation", env.id)
     if settings.thinking_length_penalty_coef:
         log.warning("thinking_length_penalty_coef is not applied: %s plays conversations", env.id)
     rollout = Rollout(settings, env, chat, prompts, scorer, renderer_for(chat, has_tools))
-    return Way(tally, RolloutReward(rollout, tally), rollout)
+    return Way(tally, RolloutReward(rollout, tally), rollout, check=scorer.check)
 
 
 def shows_tools(env: Environment, prompts: Prompts) -> bool:
@@ -78,4 +81,5 @@ def trl_way(
             "max_tool_calling_iterations": env.max_turns,
             "chat_template_kwargs": {"enable_thinking": settings.thinking},
         },
+        check=scorer.check,
     )

@@ -8,7 +8,6 @@ looks up.
 
 import logging
 import os
-import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import recipe
+from training.random_streams import kept_random_state, sampler_seed, seeded
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +97,22 @@ class PolicyEngine:
             self.llm = LLM(**engine_arguments(options, rank, self.max_num_seqs, self._memory()))  # type: ignore[attr-defined]
         self.rank, self.version = rank, 0
         self.current_step: Callable[[], int] = lambda: 0
+        self.check: Callable[[], None] = lambda: None
+        self._check_between_steps()
         self.weights_asleep = options.sleep
         if options.sleep:
             self.llm.sleep(level=1)
         self.accelerator.wait_for_everyone()
+
+    def _check_between_steps(self) -> None:
+        """A rollout of minutes is no reason to overstay the grace time of a preempted machine."""
+        engine_step = self.llm.llm_engine.step
+
+        def step() -> Any:
+            self.check()
+            return engine_step()
+
+        self.llm.llm_engine.step = step
 
     def _memory(self) -> recipe.EngineMemory:
         import torch
@@ -134,11 +146,7 @@ class PolicyEngine:
         Returns prompt ids, completion ids (B, T), log-probabilities of sampled tokens (B, T, 1), and None.
         """
         requests = [{"prompt_token_ids": ids} for ids in prompts]
-        with (
-            profiler or nullcontext(),
-            self.awake(),
-            self.seeded(),
-        ):
+        with profiler or nullcontext(), self.awake(), self.seeded():
             outputs = self.llm.generate(
                 requests, sampling_params=self._sampling(), lora_request=self._lora(), use_tqdm=False
             )
@@ -237,11 +245,6 @@ class PolicyEngine:
             self.weights_asleep = False
 
 
-def sampler_seed(seed: int, step: int, rank: int) -> int:
-    """From (SEED, step, rank): other seeds sample differently, a resumed step samples what it would have."""
-    return random.Random(f"{seed}/{step}/{rank}").getrandbits(63)
-
-
 def engine_arguments(
     options: EngineOptions, rank: int, sequences: int, memory: recipe.EngineMemory
 ) -> dict[str, Any]:
@@ -306,29 +309,3 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Any]]:
                 yield plain, total.to(parameter.dtype)
             else:
                 yield plain, parameter.detach()
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Building an engine seeds the process's generators; the trainer's go on as if it had not."""
-    import numpy
-    import torch
-
-    python, arrays = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    numpy.random.set_state(arrays)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """A random stream of its own for the sampler, which shares torch's generators with the trainer.
-
-    Environments that run meanwhile draw from Python's and numpy's, which are left to go on.
-    """
-    import torch
-
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

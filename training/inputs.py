@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import recipe
-from accounting import RunMetrics, stack_versions
-from delivery.store import set_hub_timeouts
+from accounting import RunMetrics, Tally, stack_versions, strict_json
+from delivery.checkpoints import Manifest
+from delivery.hub_client import set_hub_timeouts
 from job import dataset, rules
 from job.chat import Chat, Row, load_tokenizer
 from job.environment import Environment, fingerprint
@@ -24,22 +25,42 @@ class Job:
     env: Environment
     plan: WeightsPlan
     metrics: RunMetrics
+    found: list[Manifest]
+    redact: Callable[[str], str]
     setup_began: float = 0.0
-    step: int = 0
-    resumed: bool = False
+    resumed_from: Manifest | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    def account(self, tally: Tally, attempt: str) -> None:
+        """Write down what all attempts did together, and what this one did alone."""
+        metrics, before = self.metrics, Tally()
+        before.go_on_from(self.resumed_from.totals if self.resumed_from else {})
+        metrics.wall_seconds = tally.train_wall
+        metrics.train_tokens, metrics.generated_tokens = tally.train_tokens, tally.generated_tokens
+        alone = {
+            "id": attempt,
+            "steps": tally.step - before.step,
+            "train_wall": round(tally.train_wall - before.train_wall, 3),
+            "train_tokens": tally.train_tokens - before.train_tokens,
+            "generated_tokens": tally.generated_tokens - before.generated_tokens,
+        }
+        self.note(train_wall=tally.train_wall, nonfinite_steps=tally.nonfinite_steps, attempt=alone)
 
     def note(self, **facts: Any) -> None:
         self.metrics.notes |= facts
 
 
-def load(settings: Settings, redact: Callable[[str], str]) -> tuple[Job, Settings]:
-    """Load the environment and look the model up; returns the settings fitted to the model's context."""
+def load(settings: Settings, redact: Callable[[str], str], found: list[Manifest]) -> tuple[Job, Settings]:
+    """Load the environment and look the model up; returns the settings fitted to the model's context.
+
+    `found` are the checkpoints of earlier attempts, newest first: their model's commit is this one's too.
+    """
     spec = settings.job
     set_hub_timeouts()
     env = Environment.load(spec.environment.id, spec.environment.params)
-    plan = plan_weights(settings)
+    plan = plan_weights(settings, found[0].model_commit if found else None)
     metrics = RunMetrics(arm=settings.arm, phase=settings.phase, seed=settings.seed, model_id=settings.model)
-    job = Job(env, plan, metrics)
+    job = Job(env, plan, metrics, found, redact)
     job.note(
         renderer="verifiers",
         thinking=settings.thinking,
@@ -60,14 +81,55 @@ def for_sft(settings: Settings, job: Job) -> tuple[Chat, list[Row], recipe.Batch
     rows, source, counts = dataset.sft_rows(settings, job.env, talk)
     batch = trainers.sft_batch(settings, job.plan)
     job.note(dataset_fingerprint=fingerprint(source), rows=vars(counts), batch=vars(batch))
+    identify(settings, job)
     return talk, rows, batch
 
 
-def for_rl(settings: Settings, job: Job) -> tuple[Chat, dataset.Prompts, recipe.Batch, conversations.Way]:
+def for_rl(
+    settings: Settings, job: Job, tally: Tally, check: Callable[[], None]
+) -> tuple[Chat, dataset.Prompts, recipe.Batch, conversations.Way]:
     """Tokenizer, prompts, batch, and how completions come about: the same for GRPO."""
     talk = Chat(load_tokenizer(job.plan.base, job.plan.base_commit), settings.thinking)
     prompts = dataset.rl_prompts(settings, job.env, talk)
     batch = trainers.rl_batch(settings, job.plan, job.env, len(prompts.rows))
-    way = conversations.plan(settings, job.env, talk, prompts, Scorer(job.env))
+    way = conversations.plan(settings, job.env, talk, prompts, Scorer(job.env, check), tally)
     job.note(dataset_fingerprint=fingerprint(prompts.rows), prompts_over_budget=prompts.over_budget)
+    identify(settings, job)
     return talk, prompts, batch, way
+
+
+# What a run may differ in and still go on from its checkpoints: speed, memory, reports.
+FREE = frozenset(
+    {
+        *("save_steps", "per_device_bs", "per_device_prompts", "liger", "vllm_gpu_util", "vllm_sleep"),
+        *("vllm_eager", "use_vllm", "adapter_sync"),
+    }
+)
+SHARED = ("mode", "seed", "model", "thinking", "quant", "lora_targets", "lora_rank", "lora_alpha")
+LEARNING = ("init_from_adapter", "learning_rate")
+SAMPLING = (
+    "temperature",
+    "kl_penalty_coef",
+    "advantage_clip",
+    "thinking_length_penalty_coef",
+    "stop_sequences",
+)
+
+
+def identify(settings: Settings, job: Job) -> None:
+    """Say what is trained, on what and how; refuse the checkpoints of a job that is another."""
+    own = [
+        name
+        for name in type(settings).model_fields
+        if name.startswith(f"{settings.mode}_") and name.removeprefix(f"{settings.mode}_") not in FREE
+    ]
+    names = (*SHARED, *LEARNING, *own, *(SAMPLING if settings.mode == "rl" else ()))
+    identity = {
+        **{name: getattr(settings, name) for name in names},
+        "environment": job.env.id,
+        "environment.params": settings.job.environment.params,
+        "dataset": job.metrics.notes["dataset_fingerprint"],
+    }
+    job.identity = json.loads(job.redact(strict_json(identity)))  # as it is in the manifests
+    for manifest in job.found:
+        manifest.check(job.identity)

@@ -8,8 +8,9 @@ import logging
 import math
 from typing import Any
 
+from accounting import Tally
 from delivery.publisher import Publisher
-from training.rewards import SCORE, Tally
+from training.rewards import SCORE, check_scored
 
 log = logging.getLogger(__name__)
 
@@ -51,21 +52,19 @@ class Losses(MicroSteps):
 
 
 class Rewards(MicroSteps):
-    """The history of mean rewards, and a beat at each."""
+    """A beat at every log with a reward."""
 
     def __init__(self, publisher: Publisher, tally: Tally):
-        self.publisher, self.tally, self.history = publisher, tally, list[float]()
+        self.publisher, self.tally = publisher, tally
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        reward = logs.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        if not _is_number(logs.get("reward")):
             return
-        self.history.append(float(reward))
         self.publisher.beat(
             "rl_step",
             step=state.global_step,
-            reward=float(reward),
-            reward_last=self.history[-8:],
+            reward=float(logs["reward"]),
+            reward_last=reward_history(state)[-8:],
             rewards={
                 name.removeprefix(SCORE): value for name, value in logs.items() if name.startswith(SCORE)
             },
@@ -73,7 +72,18 @@ class Rewards(MicroSteps):
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.tally.check()  # the reason why there was no gradient, before the guard says that there was none
+        check_scored(
+            self.tally
+        )  # the reason why there was no gradient, before the guard says that there was none
+
+
+def reward_history(state: Any) -> list[float]:
+    """The mean rewards of all attempts: a resumed trainer's log goes on from its checkpoint's."""
+    return [float(one["reward"]) for one in state.log_history if _is_number(one.get("reward"))]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class GradientGuard:
@@ -82,8 +92,8 @@ class GradientGuard:
     Dropped gradients are None, so the optimizer and its moments stay as they were.
     """
 
-    def __init__(self) -> None:
-        self.nonfinite_steps, self.nonfinite_in_a_row, self.any_nonzero = 0, 0, False
+    def __init__(self, tally: Tally) -> None:
+        self.tally, self.nonfinite_in_a_row = tally, 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
         import torch
@@ -92,10 +102,10 @@ class GradientGuard:
         norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
         largest = norms.max().item()
         if math.isfinite(largest):
-            self.any_nonzero |= largest > 0
+            self.tally.has_gradient |= largest > 0
             self.nonfinite_in_a_row = 0
             return
-        self.nonfinite_steps += 1
+        self.tally.nonfinite_steps += 1
         self.nonfinite_in_a_row += 1
         log.warning("step %d: gradients are not finite, the update is skipped", state.global_step + 1)
         for parameter in model.parameters():
@@ -105,9 +115,8 @@ class GradientGuard:
                 f"gradients were not finite in {NONFINITE_LIMIT} updates in a row; lower train.learning_rate"
             )
 
-    def check(self, steps_made: int) -> None:
-        """Raise GradientFailure when updates were made and none had a gradient."""
-        if steps_made and not self.any_nonzero:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step and not self.tally.has_gradient:
             raise GradientFailure(
                 "no gradient was ever non-zero: nothing was learnt (SFT_LIGER, LORA_TARGETS, rewards)"
             )

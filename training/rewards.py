@@ -1,11 +1,10 @@
 """TRL's reward function: sampled token ids in, the environment's rewards out."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from accounting import Tally
 from job.chat import Chat, split_thinking
 from job.dataset import Prompts
 from job.scoring import Reply, Score, Scorer
@@ -22,22 +21,10 @@ class NothingScored(RuntimeError):
     """The reward functions failed on every sample."""
 
 
-@dataclass
-class Tally:
-    """What was generated and scored over a run."""
-
-    generated_tokens: int = 0
-    scored: int = 0
-    unscorable: int = 0
-    batches: int = 0
-    bridge_breaks: int = 0
-    problems: Counter[str] = field(default_factory=Counter)  # by type
-    example: str = ""
-
-    def check(self) -> None:
-        """Raise NothingScored when no sample of the run so far has a reward."""
-        if self.unscorable and not self.scored:
-            raise NothingScored(f"none of {self.unscorable} samples could be scored, such as: {self.example}")
+def check_scored(tally: Tally) -> None:
+    """Raise NothingScored when no sample of the run so far has a reward."""
+    if tally.unscorable and not tally.scored:
+        raise NothingScored(f"none of {tally.unscorable} samples could be scored, such as: {tally.example}")
 
 
 class EnvironmentReward:
@@ -123,7 +110,7 @@ def count(tally: Tally, scores: Sequence[Score], log_metric: Callable[[str, floa
     if failed:
         log.warning("%d of %d samples could not be scored: %s", len(failed), len(scores), failed[0].problem)
     if tally.batches >= HOPELESS_BATCHES:
-        tally.check()
+        check_scored(tally)
     named: dict[str, list[float]] = {}
     for one in scores:
         if one.reward is not None:
@@ -133,13 +120,13 @@ def count(tally: Tally, scores: Sequence[Score], log_metric: Callable[[str, floa
         log_metric(f"{SCORE}{name}", sum(values) / len(values))
 
 
-def check(settings: Settings, steps_made: int, history: Sequence[float], tally: Tally) -> None:
+def check(settings: Settings, history: Sequence[float], tally: Tally) -> None:
     """Refuse a run that stopped early, or whose samples never had a reward."""
-    tally.check()
+    check_scored(tally)
     if not history:
         raise NothingScored("no step of the run has a reward")
-    if steps_made < settings.rl_steps:
-        raise RuntimeError(f"training ended after {steps_made} of {settings.rl_steps} steps")
+    if tally.step < settings.rl_steps:
+        raise RuntimeError(f"training ended after {tally.step} of {settings.rl_steps} steps")
 
 
 def notes(settings: Settings, args: Any, history: Sequence[float], tally: Tally) -> dict[str, Any]:

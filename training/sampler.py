@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from training.engine import PolicyEngine, sampler_seed, seeded
+from training.engine import PolicyEngine
+from training.preemption import interruptible
+from training.random_streams import sampler_seed, seeded
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ class ModelSampler:
             torch.no_grad(),
             seeded(seed + self.batches),
             unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model,
+            interruptible(model, trainer.check),
         ):
             device = trainer.accelerator.device
             out = model.generate(

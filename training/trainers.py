@@ -19,7 +19,10 @@ from job.weights import WeightsPlan
 from training import engine
 from training.conversations import Way
 from training.midrun import GradientFailure
+from training.preemption import interruptible
+from training.random_streams import sampler_seed, seeded
 from training.sampler import EngineSampler, ModelSampler
+from training.saving import SavingTrainer, by_epoch
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ def sft_trainer(
     if policy is not None:
         arguments["model_init_kwargs"] = None
     columns = {"input_ids": [row.ids for row in rows], "labels": [row.labels for row in rows]}
-    trainer = SFTTrainer(
+    trainer = type("SupervisedTrainer", (SavingTrainer, SFTTrainer), {})(
         model=plan.snapshot() if policy is None else policy,
         args=SFTConfig(**arguments),
         train_dataset=Dataset.from_dict(columns),
@@ -151,7 +154,7 @@ def grpo_trainer(
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    kind = type("PolicyTrainer", (PolicyTrainer, GRPOTrainer), {})
+    kind = type("PolicyTrainer", (PolicyTrainer, SavingTrainer, GRPOTrainer), {})
     arguments = {**grpo_arguments(settings, plan, batch), **way.arguments}
     if policy is not None:
         arguments["model_init_kwargs"] = None
@@ -237,15 +240,19 @@ class PolicyTrainer:
 
     def follow(self: Any, settings: Settings, chat: Chat, way: Way) -> None:
         """Take what the methods below need; called once, before training."""
-        self.settings, self.chat, self.tally = settings, chat, way.tally
+        self.settings, self.chat, self.tally, self.check = settings, chat, way.tally, way.check
         self.tool_schemas = way.tool_schemas
         self.eos_token_ids = sorted({*self.eos_token_ids, *chat.stop_ids})
         if settings.rl_use_vllm:
             self.vllm_generation.current_step = lambda: self.state.global_step
+            self.vllm_generation.check = way.check
             self.sampler: Any = EngineSampler(self.vllm_generation)
         else:
             self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
             self.sampler = ModelSampler(self, chat.cut_at)
+
+    def _get_train_sampler(self: Any, dataset: Any = None) -> Any:
+        return by_epoch(super()._get_train_sampler(dataset), self.args.seed)  # type: ignore[misc]
 
     def _tokenize_prompts(self: Any, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         texts = [one if isinstance(one, str) else self.chat.render(one, self.tool_schemas) for one in prompts]
@@ -254,9 +261,8 @@ class PolicyTrainer:
     def _generate_single_turn(self: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self.settings.rl_use_vllm:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
-        with engine.seeded(
-            engine.sampler_seed(self.args.seed, self.state.global_step, self.accelerator.process_index)
-        ):
+        seed = sampler_seed(self.args.seed, self.state.global_step, self.accelerator.process_index)
+        with seeded(seed), interruptible(self.model, self.check):
             ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
         return [self.chat.cut_at(one, self.settings.stop_sequences) for one in ids], logprobs
 

@@ -10,9 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
-
-from delivery.store import Store, Unavailable, open_store
+from delivery.hub_client import ask_again
+from delivery.store import Store, open_store
 from job.settings import Settings, SettingsError
 from job.weights import WeightsPlan
 
@@ -41,15 +40,12 @@ def adapter_store(settings: Settings) -> Store | None:
     return open_store(repo, settings.store_dir, parts["prefix"], settings.token, settings.endpoint)
 
 
-@retry(
-    retry=retry_if_exception_type(Unavailable), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
-)
 def fetch(settings: Settings) -> Path | None:
     """Bring the adapter's files into the work folder; AdapterProblem when config or weights are missing."""
     store = adapter_store(settings)
     if store is None:
         return None
-    names = store.list("adapter")
+    names = ask_again(store.list)("adapter")
     missing = [name for name in (CONFIG, WEIGHTS) if f"adapter/{name}" not in names]
     if missing:
         raise _problem(settings, f"{store.location}/adapter has no {' and no '.join(missing)}")
@@ -57,7 +53,7 @@ def fetch(settings: Settings) -> Path | None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name in (CONFIG, WEIGHTS):
-        (folder / name).write_bytes(store.read(f"adapter/{name}"))
+        ask_again(store.fetch)(f"adapter/{name}", folder / name)
     return folder
 
 

@@ -1,0 +1,126 @@
+"""How the Hub's client waits and fails: timeouts it lacks, and its exceptions told apart.
+
+"Not found" is an answer. "Could not ask" is `Unavailable`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
+
+CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 15.0, 120.0
+BUSY_STATUS = frozenset({408, 425, 429, 502, 503, 504})
+CONFLICT_STATUS = frozenset({409, 412})  # another commit was in the way
+
+
+class StoreError(RuntimeError):
+    """The store answered, and the answer was no: trying again later will not help by itself."""
+
+
+class Unavailable(StoreError):
+    """The store failed to answer properly: the same request may work later."""
+
+
+class Unreachable(Unavailable):
+    """The store could not be asked, or is too busy: worth waiting for."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NotFound(StoreError):
+    """There is no such file."""
+
+
+class Conflict(Unavailable):
+    """Another commit landed first."""
+
+
+def set_hub_timeouts() -> None:
+    """Give the Hub client timeouts: its own default is to wait for ever."""
+    from huggingface_hub.utils import _http
+
+    # Setting a factory closes the client that the publisher's thread may be using.
+    if _http._GLOBAL_CLIENT_FACTORY is not _hub_client:
+        _http.set_client_factory(_hub_client)
+
+
+def _hub_client() -> Any:
+    import httpx2
+    from huggingface_hub.utils._http import hf_request_event_hook
+
+    timeout = httpx2.Timeout(REQUEST_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+
+    def limit(request: Any) -> None:  # several calls of the library ask for no timeout explicitly
+        asked = request.extensions["timeout"]
+        request.extensions["timeout"] = {
+            phase: seconds if asked[phase] is None else asked[phase]
+            for phase, seconds in timeout.as_dict().items()
+        }
+
+    return httpx2.Client(
+        event_hooks={"request": [hf_request_event_hook, limit]}, follow_redirects=True, timeout=timeout
+    )
+
+
+# For questions that a run cannot go on without: a decorator.
+ask_again = retry(
+    retry=retry_if_exception_type(Unavailable), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
+)
+
+
+@contextmanager
+def hub_errors(what: str) -> Iterator[None]:
+    """Turn the Hub client's exceptions into ours, telling "could not ask" from "no"."""
+    import httpx2
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        yield
+    except StoreError:
+        raise
+    except (LocalEntryNotFoundError, RuntimeError) as error:
+        raise _store_error(what, error.__cause__ or error) from error  # both are wrapped around the cause
+    except HFValidationError as error:
+        raise StoreError(f"{what}: {_brief(error)}") from error
+    except (
+        httpx2.HTTPError,
+        ConnectionError,
+        TimeoutError,
+        ValueError,
+    ) as error:  # or an answer in no known form
+        raise _store_error(what, error) from error
+
+
+def _store_error(what: str, error: BaseException) -> StoreError:
+    """Ours for one of the Hub client's."""
+    import httpx2
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code if error.response is not None else None
+        message = f"{what}: the Hub answered {status} ({_brief(error)})"
+        if status is None or status in BUSY_STATUS:
+            return Unreachable(message, _retry_after(error.response))
+        if status in CONFLICT_STATUS:
+            return Conflict(message)
+        if status >= 500:
+            return Unavailable(message)
+        return StoreError(
+            f"{message}; check the repository's name and the token's rights (HF_REPO, HF_TOKEN)"
+        )
+    described = f"{type(error).__name__}: {_brief(error)}"
+    if isinstance(error, httpx2.HTTPError | ConnectionError | TimeoutError):
+        return Unreachable(f"{what}: the Hub cannot be reached ({described})")
+    return Unavailable(f"{what}: the Hub client failed ({described})")
+
+
+def _retry_after(response: Any) -> float | None:
+    text = response.headers.get("Retry-After", "") if response is not None else ""
+    return float(text) if text.replace(".", "", 1).isdigit() else None
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,36 @@
+"""Random streams of the sampler, which shares the process's generators with the trainer."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def sampler_seed(seed: int, step: int, rank: int) -> int:
+    """From (SEED, step, rank): other seeds sample differently, a resumed step samples what it would have."""
+    return random.Random(f"{seed}/{step}/{rank}").getrandbits(63)
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Building an engine seeds the process's generators; the trainer's go on as if it had not."""
+    import numpy
+    import torch
+
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    numpy.random.set_state(arrays)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """A random stream of its own for the sampler, which shares torch's generators with the trainer.
+
+    Environments that run meanwhile draw from Python's and numpy's, which are left to go on.
+    """
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,79 @@
+"""One attempt at a run: who it is, the places it writes to, and when it has to stop."""
+
+import shutil
+import uuid
+from pathlib import Path
+
+from accounting import Tally
+from delivery.checkpoints import Checkpoints
+from delivery.publisher import Publisher
+from delivery.redaction import redactor
+from delivery.store import open_store
+from job.settings import Identity, SettingsError
+from training.preemption import Preemption
+
+
+class Run:
+    """What every step of a run shares; building one starts nothing."""
+
+    def __init__(self, identity: Identity):
+        self.identity, self.redact = identity, redactor(identity.secrets)
+        self.attempt, self.tally = uuid.uuid4().hex[:8], Tally()
+        self.store = open_store(
+            identity.hf_repo, identity.store_dir, identity.prefix, identity.token, identity.endpoint
+        )
+        who = {"run_id": identity.run_id, "mode": identity.mode, "seed": identity.seed}
+        self.publisher = Publisher(
+            self.store,
+            {**who, "attempt": self.attempt},
+            identity.work_dir / "hb" / "heartbeat.json",
+            redact=self.redact,
+            min_interval_s=identity.heartbeat_min_s,
+            deadline_s=identity.upload_deadline_s,
+        )
+        self.checkpoints = Checkpoints(
+            self.store, self.publisher, self.local("staging"), self.attempt, self.redact
+        )
+        self.preemption = Preemption(identity.grace_s, self._announce, self._leave)
+
+    def start(self) -> None:
+        """Start the publisher, so that whatever happens next can be told, and listen for the end."""
+        self.publisher.start()
+        self.preemption.watch(self.identity.spec.gpu.max_wall_seconds if self.identity.spec else None)
+
+    def check(self) -> None:
+        """Raise Superseded or Preempted when the run has to stop; called where that loses nothing."""
+        self.publisher.check()
+        self.preemption.check()
+
+    def clear(self) -> None:
+        """Delete what an earlier attempt left; raises SettingsError when the work directory is no good."""
+        folder = self.identity.work_dir
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.json", "train_meta.json", "DONE"):
+                self.local(name).unlink(missing_ok=True)
+            shutil.rmtree(self.local("staging"), ignore_errors=True)
+        except OSError as error:
+            raise SettingsError(
+                f"AUTOSLM_WORK_DIR={str(folder)!r}: cannot be used: {error.strerror}"
+            ) from error
+
+    def local(self, name: str) -> Path:
+        return self.identity.work_dir / name
+
+    def keep(self, name: str, text: str) -> bytes:
+        """Write a local file; returns its content."""
+        content = self.redact(text).encode()
+        self.local(name).parent.mkdir(parents=True, exist_ok=True)
+        self.local(name).write_bytes(content)
+        return content
+
+    def _announce(self, reason: str) -> None:
+        self.publisher.beat("preempting", step=self.tally.step, reason=reason)
+
+    def _leave(self, upload_s: float) -> None:
+        """Give uploads that long, and take back what would look like success."""
+        self.publisher.flush(upload_s)
+        for name in ("metrics.json", "DONE"):
+            self.local(name).unlink(missing_ok=True)
