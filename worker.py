@@ -257,7 +257,7 @@ def report_failure(run: Run, error: BaseException) -> None:
     header = f"{now} run {run.identity.prefix}, attempt {run.attempt}\n"
     text = header + "".join(traceback.format_exception(error))
     try:
-        run.local("metrics.json").unlink(missing_ok=True)
+        run.take_back()
         run.keep(f"error_{mode}.txt", text)
     except OSError as problem:
         log.warning("error_%s.txt not written here: %s", mode, problem)

@@ -51,8 +51,7 @@ class Run:
         folder = self.identity.work_dir
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.json", "train_meta.json", "DONE"):
-                self.local(name).unlink(missing_ok=True)
+            self.take_back("train_meta.json")
             shutil.rmtree(self.local("staging"), ignore_errors=True)
         except OSError as error:
             raise SettingsError(
@@ -69,11 +68,15 @@ class Run:
         self.local(name).write_bytes(content)
         return content
 
+    def take_back(self, *more: str) -> None:
+        """Delete the local files that would look like success, and `more`."""
+        for name in ("metrics.json", "DONE", *more):
+            self.local(name).unlink(missing_ok=True)
+
     def _announce(self, reason: str) -> None:
         self.publisher.beat("preempting", step=self.tally.step, reason=reason)
 
     def _leave(self, upload_s: float) -> None:
-        """Give uploads that long, and take back what would look like success."""
+        """Give uploads that long; the run is to be resumed, so nothing here may say that it succeeded."""
         self.publisher.flush(upload_s)
-        for name in ("metrics.json", "DONE"):
-            self.local(name).unlink(missing_ok=True)
+        self.take_back()
