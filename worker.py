@@ -88,7 +88,7 @@ def run_sft(settings: Settings, run: Run) -> None:
     job, settings = inputs.load(settings, run.redact, run.checkpoints.find())
     talk, rows, batch = inputs.for_sft(settings, job)
     prepare(settings, run, job)
-    policy, checkpoint = warm_model(settings, job), resume(run, job)
+    policy, checkpoint = warm_start.policy(settings, job.plan), resume(run, job)
     announce_training(run, job, "sft_model_load")
     progress = midrun.as_callback(midrun.Losses, run.publisher)
     listeners = [progress, *watchers(run, job)]
@@ -104,7 +104,7 @@ def run_rl(settings: Settings, run: Run) -> None:
     job, settings = inputs.load(settings, run.redact, run.checkpoints.find())
     talk, prompts, batch, way = inputs.for_rl(settings, job, run.tally, run.check)
     prepare(settings, run, job)
-    policy, checkpoint = warm_model(settings, job), resume(run, job)
+    policy, checkpoint = warm_start.policy(settings, job.plan), resume(run, job)
     announce_training(run, job, "rl_train_start")
     progress = midrun.as_callback(midrun.Rewards, run.publisher, run.tally)
     listeners = [progress, *watchers(run, job)]
@@ -137,16 +137,6 @@ def prepare(settings: Settings, run: Run, job: inputs.Job) -> None:
         download_seconds=download_seconds,
         hf_transfer=settings.hf_transfer,
     )
-
-
-def warm_model(settings: Settings, job: inputs.Job) -> Any:
-    """The model that has the adapter of train.init_from_adapter already, None for a fresh run."""
-    folder = warm_start.fetch(settings)
-    if folder is None:
-        return None
-    model = warm_start.load(settings, job.plan, folder)
-    shutil.rmtree(folder)
-    return model
 
 
 def resume(run: Run, job: inputs.Job) -> Path | None:

@@ -1,8 +1,9 @@
-"""Random streams of the sampler, which shares the process's generators with the trainer."""
+"""Random streams: the sampler's, which shares the process's generators with the trainer, and the prompts' order."""
 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 def sampler_seed(seed: int, step: int, rank: int) -> int:
@@ -34,3 +35,12 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
+
+
+def by_epoch(sampler: Any, seed: int) -> Any:
+    """Let TRL's prompt sampler draw each epoch's order from (seed, epoch).
+
+    Its one stream over all epochs would begin anew in a resumed run, and give it the first epoch's order.
+    """
+    sampler.set_epoch = lambda epoch: sampler.generator.manual_seed(seed + epoch)
+    return sampler

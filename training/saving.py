@@ -106,12 +106,3 @@ def save_now(trainer: Any, left_s: float) -> None:
         return
     trainer._save_checkpoint(trainer.model, trial=None)
     trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
-
-
-def by_epoch(sampler: Any, seed: int) -> Any:
-    """Let TRL's prompt sampler draw each epoch's order from (seed, epoch).
-
-    Its one stream over all epochs would begin anew in a resumed run, and give it the first epoch's order.
-    """
-    sampler.set_epoch = lambda epoch: sampler.generator.manual_seed(seed + epoch)
-    return sampler

@@ -10,12 +10,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from accounting import Tally
 from job.chat import Chat
 from job.dataset import Prompts
 from job.environment import Environment
 from job.scoring import Scorer
 from job.settings import Settings, SettingsError
-from training.rewards import Tally, count
+from training.rewards import count
 
 
 def check(env: Environment, chat: Chat) -> None:

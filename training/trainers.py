@@ -20,9 +20,9 @@ from training import engine
 from training.conversations import Way
 from training.midrun import GradientFailure
 from training.preemption import interruptible
-from training.random_streams import sampler_seed, seeded
+from training.random_streams import by_epoch, sampler_seed, seeded
 from training.sampler import EngineSampler, ModelSampler
-from training.saving import SavingTrainer, by_epoch
+from training.saving import SavingTrainer
 
 log = logging.getLogger(__name__)
 

@@ -25,6 +25,16 @@ class AdapterProblem(ValueError):
     """An adapter that cannot be gone on from."""
 
 
+def policy(settings: Settings, plan: WeightsPlan) -> Any:
+    """The model that has the adapter of `train.init_from_adapter` already, None for a fresh run."""
+    folder = fetch(settings)
+    if folder is None:
+        return None
+    model = load(settings, plan, folder)
+    shutil.rmtree(folder)
+    return model
+
+
 def adapter_store(settings: Settings) -> Store | None:
     """The store that holds the adapter of `train.init_from_adapter`, None when the run starts afresh."""
     text = settings.init_from_adapter
