@@ -167,13 +167,7 @@ class Environment:
         """The tool schemas shown to the model, in the form chat templates take."""
         env, own = self._member(row), info(row).get("tool_defs")
         tools = env.tool_defs if own is None else type(env)._normalize_tool_defs(own)
-        return [
-            {
-                "type": "function",
-                "function": {"name": one.name, "description": one.description, "parameters": one.parameters},
-            }
-            for one in tools or []
-        ]
+        return [schema(one) for one in tools or []]
 
     def _member(self, row: Row) -> Any:
         """The environment that a row belongs to: in a group the member that `info` names, however deep."""
@@ -241,6 +235,12 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def schema(tool: Any) -> dict[str, Any]:
+    """A tool of the library in the form that chat templates take."""
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
 
 
 def info(row: Row) -> dict[str, Any]:

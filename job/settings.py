@@ -243,10 +243,14 @@ class Settings(Identity):
         "", "tokens per row", lambda data: recipe.SFT.max_length(data["thinking"]), spec="train.max_length",
         mode="sft", shown="1024, thinking 2048", ge=1,
     )  # fmt: skip
-    sft_per_device_bs: int = knob("SFT_PER_DEVICE_BS", "micro-batch ceiling, sequences", 4, mode="sft", ge=1)
+    sft_per_device_bs: int = knob(
+        "SFT_PER_DEVICE_BS", "micro-batch ceiling, sequences", recipe.SFT.per_device_batch_size, mode="sft",
+        ge=1,
+    )  # fmt: skip
     sft_save_steps: int = knob(
-        "SFT_SAVE_STEPS", "checkpoint interval, steps", 50, spec="train.save_every", mode="sft", ge=1
-    )
+        "SFT_SAVE_STEPS", "checkpoint interval, steps", recipe.SFT.save_steps, spec="train.save_every",
+        mode="sft", ge=1,
+    )  # fmt: skip
     sft_packing: Bool = knob("SFT_PACKING", "pack rows; needs flash attention", False, mode="sft")
     sft_liger: Bool = knob("SFT_LIGER", "fused kernels; needs liger-kernel", False, mode="sft")
     sft_completion_only: Bool = knob(
@@ -259,13 +263,9 @@ class Settings(Identity):
         spec="train.batch_size", mode="rl", ge=1,
     )  # fmt: skip
     rl_group_size: int = knob(
-        "RL_GROUP_SIZE",
-        "completions per prompt",
-        recipe.RL.group_size,
-        spec="train.group_size",
-        mode="rl",
+        "RL_GROUP_SIZE", "completions per prompt", recipe.RL.group_size, spec="train.group_size", mode="rl",
         ge=1,
-    )
+    )  # fmt: skip
     rl_per_device_prompts: int | None = knob(
         "RL_PER_DEVICE_PROMPTS", "micro-batch ceiling, counted in completions", None, mode="rl",
         shown="2 thinking, 8 not, lowered by logits memory", ge=1,
@@ -281,14 +281,9 @@ class Settings(Identity):
         mode="rl", shown="max(1024, 2048 + completion)", ge=1,
     )  # fmt: skip
     rl_vllm_gpu_util: float | None = knob(
-        "RL_VLLM_GPU_UTIL",
-        "vLLM's share of GPU memory",
-        None,
-        mode="rl",
-        shown="sized, else 0.45",
-        gt=0,
-        lt=1,
-    )
+        "RL_VLLM_GPU_UTIL", "vLLM's share of GPU memory", None, mode="rl", shown="sized, else 0.45",
+        gt=0, lt=1,
+    )  # fmt: skip
     rl_vllm_sleep: Bool = knob("RL_VLLM_SLEEP", "vLLM frees its memory between rollouts", True, mode="rl")
     rl_vllm_eager: Bool = knob(
         "RL_VLLM_EAGER", "no graph capture, no compilation", lambda data: data["device"] == "cpu", mode="rl",
@@ -305,9 +300,12 @@ class Settings(Identity):
         "RL_TOOL_LOOP", "who runs the tool loop of a plain ToolEnv", "env", mode="rl"
     )
     rl_save_steps: int = knob(
-        "RL_SAVE_STEPS", "checkpoint interval, steps", 20, spec="train.save_every", mode="rl", ge=1
+        "RL_SAVE_STEPS", "checkpoint interval, steps", recipe.RL.save_steps, spec="train.save_every",
+        mode="rl", ge=1,
+    )  # fmt: skip
+    temperature: Float = knob(
+        "", "sampling temperature", recipe.RL.temperature, spec="train.temperature", mode="rl", ge=0
     )
-    temperature: Float = knob("", "sampling temperature", 1.0, spec="train.temperature", mode="rl", ge=0)
     kl_penalty_coef: Float = knob("", "KL beta", 0.0, spec="train.kl_penalty_coef", mode="rl", ge=0)
     advantage_clip: Float = knob(
         "", "advantage clamp, 0 = none", 0.0, spec="train.advantage_clip", mode="rl", ge=0

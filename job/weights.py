@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import recipe
 from job.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class WeightsPlan:
         return LoraConfig(
             r=settings.lora_rank,
             lora_alpha=settings.lora_alpha,
-            lora_dropout=0.0,
+            lora_dropout=recipe.LORA.dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
             exclude_modules=EXCLUDED_MODULES if self.is_multimodal else None,
             task_type="CAUSAL_LM",

@@ -1,4 +1,4 @@
-"""Random streams: the sampler's, which shares the process's generators with the trainer, and the prompts' order."""
+"""Random streams: of the sampler, which shares generators with the trainer, and of the order of prompts."""
 
 import random
 from collections.abc import Iterator

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import recipe
 from job.chat import Chat
 from job.dataset import Prompts
-from job.environment import Environment, Row
+from job.environment import Environment, Row, schema
 from job.scoring import Score, Scorer
 from job.settings import Settings
 from training.sampler import Request, Sampler
@@ -75,9 +76,8 @@ class PolicyClient:
         """An empty reply is a turn like any other, or a policy that says nothing would never be penalised."""
 
     async def to_native_tool(self, tool: Any) -> dict[str, Any]:
-        """A schema as `Environment.tools` writes it for SFT; the library's has a `strict` of its own."""
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        return {"type": "function", "function": function}
+        """A schema as SFT renders it too; the library's has a `strict` of its own."""
+        return schema(tool)
 
 
 def policy_client(transport: Transport, renderer: Any) -> Any:
@@ -244,7 +244,7 @@ class Rollout:
         return {
             "max_tokens": self.settings.rl_max_completion,
             "temperature": self.settings.temperature,
-            "top_p": 1.0,
+            "top_p": recipe.RL.top_p,
             "extra_body": stop,  # the client drops `stop` anywhere else
         }
 
