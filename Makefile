@@ -5,7 +5,7 @@ WHEELS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell python3 -m pip config 
 # `make demo TORCH_BACKEND=cpu` takes the small CPU build of torch from its own index.
 BACKEND := $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
 
-.PHONY: venv demo test check proof bench clean
+.PHONY: venv demo test check proof chaos bench clean
 
 venv: .venv/.ready
 
@@ -25,13 +25,17 @@ check: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -m "not slow and not proof" -n 2
+	$(PY) -m pytest -m "not slow and not proof and not chaos" -n 2
 
 test: check
 	$(PY) -m pytest -m "slow and not proof" -n 2 --dist loadfile
 
 proof: venv
 	$(PY) -m pytest -m proof
+
+# Sixty kills (CHAOS_KILLS), every fault, 10,000 random jobs (CHAOS_EXAMPLES); about an hour on two cores.
+chaos: venv
+	$(PY) -m pytest tests/chaos -m chaos -n 2 --dist load
 
 bench: venv
 	$(PY) bench/adapter_sync.py

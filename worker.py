@@ -68,7 +68,10 @@ def main(env: MutableMapping[str, str]) -> None:
         run.preemption.leave(run.preemption.left_s())
         raise
     except BaseException as error:
-        report_failure(run, error)
+        try:
+            report_failure(run, error)
+        except Exception:
+            log.exception("the failure could not be told in full")
         raise
     finally:
         run.preemption.close()
@@ -161,7 +164,7 @@ def announce_training(run: Run, job: inputs.Job, stage: str) -> None:
 def watchers(run: Run, job: inputs.Job) -> list[Any]:
     """The callbacks of every trainer: gradients, then saves."""
     guard = midrun.as_callback(midrun.GradientGuard, run.tally)
-    saves = (run.checkpoints, job.identity, job.plan.commit, run.tally, run.check)
+    saves = (run.checkpoints, job.determinants, job.plan.commit, run.tally, run.check)
     return [guard, midrun.as_callback(saving.Streaming, *saves)]
 
 

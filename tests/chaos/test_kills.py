@@ -1,0 +1,52 @@
+"""Real workers, killed at random moments and started again on an empty disk until they are done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.chain import MODES, SFT, Chain, start_hub
+
+KILLS = int(os.environ.get("CHAOS_KILLS", "60"))
+SEED = int(os.environ.get("CHAOS_SEED", "0"))
+SHARES = {"sft": 0.5, "grpo": 0.3, "vllm": 0.2}
+PARTS = 2  # chains that can run side by side
+
+
+def shares() -> list[tuple[str, int, int]]:
+    """(mode, number of the chain, kills) of all chains, the longest first."""
+    chains = []
+    for mode, share in SHARES.items():
+        kills = round(KILLS * share)
+        chains += [(mode, part, (kills + part) // PARTS) for part in range(PARTS)]
+    return [one for one in chains if one[2]]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("mode", "part", "kills"), shares())
+def test_a_killed_run_always_finishes(
+    mode: str, part: int, kills: int, tiny_model: Path, tmp_path: Path, tell: Callable[[object], None]
+) -> None:
+    with start_hub() as hub:
+        chain = Chain(MODES[mode], tmp_path / "machine", tiny_model, hub)
+        try:
+            chain.run(kills, seed=SEED + part)
+        finally:
+            tell(chain.report)
+    if mode == "sft":  # the same data, seed and steps: the same adapter, however often it was killed
+        assert len(chain.report.adapters) == 1
+
+
+@pytest.mark.slow
+def test_a_run_killed_twice_finishes(
+    tiny_model: Path, tmp_path: Path, tell: Callable[[object], None]
+) -> None:
+    with start_hub() as hub:
+        chain = Chain(SFT, tmp_path / "machine", tiny_model, hub)
+        try:
+            chain.run(2, seed=2)
+        finally:
+            tell(chain.report)
