@@ -29,7 +29,7 @@ class Job:
     redact: Callable[[str], str]
     setup_began: float = 0.0
     resumed_from: Manifest | None = None
-    identity: dict[str, Any] = field(default_factory=dict)
+    determinants: dict[str, Any] = field(default_factory=dict)  # of what is learnt
 
     def account(self, tally: Tally, attempt: str) -> None:
         """Write down what all attempts did together, and what this one did alone."""
@@ -81,7 +81,7 @@ def for_sft(settings: Settings, job: Job) -> tuple[Chat, list[Row], recipe.Batch
     rows, source, counts = dataset.sft_rows(settings, job.env, talk)
     batch = trainers.sft_batch(settings, job.plan)
     job.note(dataset_fingerprint=fingerprint(source), rows=vars(counts), batch=vars(batch))
-    identify(settings, job)
+    determine(settings, job)
     return talk, rows, batch
 
 
@@ -94,42 +94,37 @@ def for_rl(
     batch = trainers.rl_batch(settings, job.plan, job.env, len(prompts.rows))
     way = conversations.plan(settings, job.env, talk, prompts, Scorer(job.env, check), tally)
     job.note(dataset_fingerprint=fingerprint(prompts.rows), prompts_over_budget=prompts.over_budget)
-    identify(settings, job)
+    determine(settings, job)
     return talk, prompts, batch, way
 
 
 # What a run may differ in and still go on from its checkpoints: speed, memory, reports.
-FREE = frozenset(
-    {
-        *("save_steps", "per_device_bs", "per_device_prompts", "liger", "vllm_gpu_util", "vllm_sleep"),
-        *("vllm_eager", "use_vllm", "adapter_sync"),
-    }
-)
-SHARED = ("mode", "seed", "model", "thinking", "quant", "lora_targets", "lora_rank", "lora_alpha")
-LEARNING = ("init_from_adapter", "learning_rate")
-SAMPLING = (
-    "temperature",
-    "kl_penalty_coef",
-    "advantage_clip",
-    "thinking_length_penalty_coef",
-    "stop_sequences",
-)
+FREE = {
+    "sft": "sft_save_steps sft_per_device_bs sft_liger",
+    "rl": "rl_save_steps rl_per_device_prompts rl_vllm_gpu_util rl_vllm_sleep rl_vllm_eager rl_use_vllm"
+    " rl_adapter_sync",
+}
+SHARED = "mode seed model thinking quant lora_targets lora_rank lora_alpha init_from_adapter learning_rate"
+SAMPLING = {
+    "sft": "",
+    "rl": "temperature kl_penalty_coef advantage_clip thinking_length_penalty_coef stop_sequences",
+}
 
 
-def identify(settings: Settings, job: Job) -> None:
-    """Say what is trained, on what and how; refuse the checkpoints of a job that is another."""
+def determine(settings: Settings, job: Job) -> None:
+    """Write down all that decides what is learnt; refuse the checkpoints of a job that is another."""
     own = [
         name
         for name in type(settings).model_fields
-        if name.startswith(f"{settings.mode}_") and name.removeprefix(f"{settings.mode}_") not in FREE
+        if name.startswith(f"{settings.mode}_") and name not in FREE[settings.mode].split()
     ]
-    names = (*SHARED, *LEARNING, *own, *(SAMPLING if settings.mode == "rl" else ()))
-    identity = {
+    names = [*SHARED.split(), *own, *SAMPLING[settings.mode].split()]
+    determinants = {
         **{name: getattr(settings, name) for name in names},
         "environment": job.env.id,
         "environment.params": settings.job.environment.params,
         "dataset": job.metrics.notes["dataset_fingerprint"],
     }
-    job.identity = json.loads(job.redact(strict_json(identity)))  # as it is in the manifests
+    job.determinants = json.loads(job.redact(strict_json(determinants)))  # as they are in the manifests
     for manifest in job.found:
-        manifest.check(job.identity)
+        manifest.check(job.determinants)
