@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from accounting import strict_json
 from delivery.hub_client import NotFound, ask_again
+from delivery.patience import Superseded
 from delivery.publisher import Publisher
 from delivery.store import Commit, Content, Store
 
@@ -195,19 +196,23 @@ class Checkpoints:
         names = [path.relative_to(staged).as_posix() for path in sorted(staged.rglob("*")) if path.is_file()]
         if not names:
             raise FileNotFoundError(f"{staged} has gone")
-        described = Manifest(**{**vars(manifest), "files": {name: _file(staged / name) for name in names}})
+        described = replace(manifest, files={name: _file(staged / name) for name in names})
         files: dict[str, Content] = {f"{folder}{name}": staged / name for name in names}
         files[f"{folder}{MANIFEST}"] = self.redact(described.to_json()).encode()
         stale = stale_steps(manifest.step, self._complete, self._there)
         return Commit(f"checkpoint-{manifest.step}", files, tuple(_folder(step) for step in stale))
 
     def _settle(self, staged: Path, step: int, outcome: Future[None]) -> None:
-        if not outcome.cancelled():
-            if outcome.exception() is None:
-                self._there -= set(stale_steps(step, self._complete, self._there))
-                self._complete = {one for one in self._complete if one in self._there} | {step}
-            self._there.add(step)  # all of it, some of it, or its answer was lost
         shutil.rmtree(staged, ignore_errors=True)
+        if outcome.cancelled():  # a newer one took its place
+            return
+        error = outcome.exception()
+        if error is None:
+            self._there -= set(stale_steps(step, self._complete, self._there))
+            self._complete = self._complete & self._there | {step}
+        elif not isinstance(error, Superseded):
+            self.lost(step, str(error))
+        self._there.add(step)  # all of it, some of it, or its answer was lost
 
 
 def stale_steps(new: int, complete: set[int], there: set[int]) -> list[int]:

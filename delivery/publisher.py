@@ -31,7 +31,7 @@ Beat = tuple[str, Mapping[str, Any]]  # stage and extras
 
 
 @dataclass(frozen=True)
-class Job:
+class Parcel:
     """One commit on its way to the store; `then` is a beat that its landing makes true, and goes with it."""
 
     number: int
@@ -66,10 +66,10 @@ class Publisher:
         self.last_stage, self.last_extras, self.last_beat_at = "", dict[str, Any](), clock()
         self._budget = Budget(min_interval_s)
         self._changed = threading.Condition()
-        self._queue: deque[Job] = deque()
-        self._checkpoint: Job | None = None
-        self._in_flight: Job | None = None
-        self._jobs = 0
+        self._queue: deque[Parcel] = deque()
+        self._checkpoint: Parcel | None = None
+        self._in_flight: Parcel | None = None
+        self._count = 0
         self._hurry = False  # the budget no longer holds the waiting checkpoint back
         self._known: tuple[Any, ...] | None = None  # attempts whose beat in the store is no newer one's
         self._superseded: Superseded | None = None
@@ -104,13 +104,13 @@ class Publisher:
         """Commit a required artifact, with the beat that says so, and wait; raises StoreError."""
         with self._changed:
             then = (stage, extras) if stage else None
-            job = self._enqueue("required", what, lambda: Commit(what, files), then)
+            parcel = self._enqueue("required", what, lambda: Commit(what, files), then)
         try:
-            job.outcome.result(self.deadline_s)
+            parcel.outcome.result(self.deadline_s)
         except TimeoutError:
-            if job.outcome.cancel():  # or else it would land when everybody thinks that it has not
+            if parcel.outcome.cancel():  # or else it would land when everybody thinks that it has not
                 raise Unreachable(f"{what}: not uploaded within {self.deadline_s:.0f} s") from None
-            job.outcome.result()  # its last try ends at the deadline too
+            parcel.outcome.result()  # its last try ends at the deadline too
 
     def stream(self, step: int, make: Callable[[], Commit]) -> Future[None]:
         """Queue a checkpoint, in place of one that still waits: the future of that one is cancelled."""
@@ -118,10 +118,9 @@ class Publisher:
             if self._checkpoint is not None:
                 self._checkpoint.outcome.cancel()
             then = ("checkpoint_uploaded", {"step": step})
-            job = self._new("checkpoint", f"checkpoint-{step}", make, then)
-            self._checkpoint = None if job.outcome.done() else job
-        job.outcome.add_done_callback(lambda outcome: self._regret(step, outcome))
-        return job.outcome
+            parcel = self._new("checkpoint", f"checkpoint-{step}", make, then)
+            self._checkpoint = None if parcel.outcome.done() else parcel
+        return parcel.outcome
 
     def check(self) -> None:
         """Raise Superseded when a newer attempt has been found at work."""
@@ -179,10 +178,10 @@ class Publisher:
         return is_free and self._budget.beat_is_due(self.clock())
 
     def _drop_throttled(self) -> None:
-        for job in self._queue:
-            if job.kind == "throttled":
-                job.outcome.cancel()
-        self._queue = deque(job for job in self._queue if not job.outcome.cancelled())
+        for parcel in self._queue:
+            if parcel.kind == "throttled":
+                parcel.outcome.cancel()
+        self._queue = deque(parcel for parcel in self._queue if not parcel.outcome.cancelled())
 
     def _write_locally(self, text: str) -> None:
         part = self.heartbeat_file.with_suffix(".part")
@@ -193,45 +192,40 @@ class Publisher:
         except OSError as error:
             log.warning("heartbeat not written to %s: %s", self.heartbeat_file, error)
 
-    def _new(self, kind: Kind, what: str, make: Callable[[], Commit], then: Beat | None = None) -> Job:
-        self._jobs += 1
-        job = Job(self._jobs, kind, what, make, self.clock(), then)
+    def _new(self, kind: Kind, what: str, make: Callable[[], Commit], then: Beat | None = None) -> Parcel:
+        self._count += 1
+        parcel = Parcel(self._count, kind, what, make, self.clock(), then)
         if self._superseded is not None:
-            job.outcome.set_exception(self._superseded)
+            parcel.outcome.set_exception(self._superseded)
         self._changed.notify_all()
-        return job
+        return parcel
 
-    def _enqueue(self, kind: Kind, what: str, make: Callable[[], Commit], then: Beat | None = None) -> Job:
-        job = self._new(kind, what, make, then)
-        self._claim(job)
-        if not job.outcome.done():
-            (self._queue.appendleft if kind == "urgent" else self._queue.append)(job)
-        return job
+    def _enqueue(self, kind: Kind, what: str, make: Callable[[], Commit], then: Beat | None = None) -> Parcel:
+        parcel = self._new(kind, what, make, then)
+        self._claim(parcel)
+        if not parcel.outcome.done():
+            (self._queue.appendleft if kind == "urgent" else self._queue.append)(parcel)
+        return parcel
 
-    def _claim(self, job: Job) -> None:
-        self._budget.claim(job.number, self.clock(), can_wait=job.kind in ("throttled", "checkpoint"))
-        job.outcome.add_done_callback(lambda outcome: self._account(job, outcome))
+    def _claim(self, parcel: Parcel) -> None:
+        self._budget.claim(parcel.number, self.clock(), can_wait=parcel.kind in ("throttled", "checkpoint"))
+        parcel.outcome.add_done_callback(lambda outcome: self._account(parcel, outcome))
 
-    def _account(self, job: Job, outcome: Future[None]) -> None:
+    def _account(self, parcel: Parcel, outcome: Future[None]) -> None:
         with self._changed:
             if outcome.cancelled() or outcome.exception() is not None:
-                self._budget.give_back(job.number)
+                self._budget.give_back(parcel.number)
             else:
-                self._budget.landed(job.number, self.clock())
+                self._budget.landed(parcel.number, self.clock())
 
-    def _regret(self, step: int, outcome: Future[None]) -> None:
-        error = None if outcome.cancelled() else outcome.exception()
-        if error is not None and not isinstance(error, Superseded):
-            self.beat("checkpoint_upload_failed", step=step, error=self.redact(str(error))[:500])
-
-    def _left(self) -> list[Job]:
+    def _left(self) -> list[Parcel]:
         waiting = [self._in_flight, self._checkpoint, *self._queue]
         return [one for one in waiting if one is not None and not one.outcome.cancelled()]
 
-    def _may_go(self, checkpoint: Job | None) -> bool:
+    def _may_go(self, checkpoint: Parcel | None) -> bool:
         return checkpoint is not None and (self._hurry or self._budget.has_room(self.clock()))
 
-    def _next(self) -> Job | None:
+    def _next(self) -> Parcel | None:
         held, first = self._checkpoint, self._queue[0] if self._queue else None
         if (
             held is not None
@@ -256,11 +250,11 @@ class Publisher:
     def work_off(self) -> bool:
         """Put the next thing that may go into the store; False when there is none."""
         with self._changed:
-            job = self._in_flight = self._next()
-        if job is None:
+            parcel = self._in_flight = self._next()
+        if parcel is None:
             return False
-        if job.outcome.set_running_or_notify_cancel():
-            self._settle(job)
+        if parcel.outcome.set_running_or_notify_cancel():
+            self._settle(parcel)
         with self._changed:
             self._in_flight = None
             self._changed.notify_all()
@@ -274,24 +268,26 @@ class Publisher:
             time.sleep(min(seconds, URGENT_PAUSE_S))
 
     def _is_urgent(self) -> bool:
-        return any(job.kind == "urgent" for job in (self._in_flight, *self._queue) if job is not None)
+        return any(
+            parcel.kind == "urgent" for parcel in (self._in_flight, *self._queue) if parcel is not None
+        )
 
-    def _settle(self, job: Job) -> None:
-        """Put a job into the store; whatever happens, its outcome is set: `upload` waits for it."""
+    def _settle(self, parcel: Parcel) -> None:
+        """Put a parcel into the store; whatever happens, its outcome is set: `upload` waits for it."""
         try:
-            self._put(job)
+            self._put(parcel)
         except Superseded as error:
             self._stand_down(error)
-            job.outcome.set_exception(error)
+            parcel.outcome.set_exception(error)
         except StoreError as error:
-            if job.kind != "required":
+            if parcel.kind != "required":
                 log.warning("not uploaded: %s", error)
-            job.outcome.set_exception(error)
+            parcel.outcome.set_exception(error)
         except Exception as error:  # a file that vanished, or a defect
-            log.exception("upload of %s", job.what)
-            job.outcome.set_exception(StoreError(f"{job.what}: {type(error).__name__}: {error}"))
+            log.exception("upload of %s", parcel.what)
+            parcel.outcome.set_exception(StoreError(f"{parcel.what}: {type(error).__name__}: {error}"))
         else:
-            job.outcome.set_result(None)
+            parcel.outcome.set_result(None)
 
     def _stand_down(self, error: Superseded) -> None:
         log.error("%s", error)
@@ -304,27 +300,27 @@ class Publisher:
             if one.outcome.set_running_or_notify_cancel():
                 one.outcome.set_exception(error)
 
-    def _put(self, job: Job) -> None:
-        commit = job.make()
-        text = self._payload(*job.then) if job.then else ""
+    def _put(self, parcel: Parcel) -> None:
+        commit = parcel.make()
+        text = self._payload(*parcel.then) if parcel.then else ""
         if text:
             commit = replace(commit, files={**commit.files, HEARTBEAT: text.encode()})
-        self._persistence.put(commit, self._patience(job))
+        self._persistence.put(commit, self._patience(parcel))
         if HEARTBEAT in commit.files:
             self._known = (None, self.header["attempt"])
-        if job.then:
+        if parcel.then:
             with self._changed:
-                self._remember(*job.then)
+                self._remember(*parcel.then)
                 self._write_locally(text)
                 say(f"HEARTBEAT {text}")
 
-    def _patience(self, job: Job) -> Patience:
-        if job.kind == "throttled":
+    def _patience(self, parcel: Parcel) -> Patience:
+        if parcel.kind == "throttled":
             return Patience(tries=1)
-        if job.kind == "checkpoint":
+        if parcel.kind == "checkpoint":
             return Patience(overtaken=lambda: self._checkpoint is not None)
-        if job.kind == "required":
-            return Patience(worth_waiting=(Unreachable,), until=job.created + self.deadline_s)
+        if parcel.kind == "required":
+            return Patience(worth_waiting=(Unreachable,), until=parcel.created + self.deadline_s)
         return Patience(worth_waiting=(Unavailable,))
 
     def _check_owner(self, read: Read) -> None:
