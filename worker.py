@@ -301,9 +301,7 @@ def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
     except Preempted as stop:
         log.warning("%s: unfinished, to be resumed", stop)
         return preemption.EXIT_CODE
-    except (
-        BaseException
-    ) as error:  # the process ends here: everything was reported, the exit code is what is left
+    except BaseException as error:  # everything was reported: the exit code is what is left
         known = isinstance(error, ONE_LINE_ERRORS)
         log.error("%s: %s", type(error).__name__, error, exc_info=None if known else error)
         return 1

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 HOUR_S = 3600.0
 HOURLY = 15
 RESERVED = 5  # for the end of a run: last checkpoint, adapter, figures, metrics, DONE
-PACE_S = 600.0  # whatever was spent, the next commit that can wait need not wait longer than this
-LONGEST_SPACING_S = 900.0
+PACE_S = 600.0  # a commit that can wait leaves room for another one every so often
+LONGEST_SPACING_S = 900.0  # whatever was spent, the budget holds nothing back for longer
 
 
 @dataclass(frozen=True)

@@ -85,13 +85,8 @@ def hub_errors(what: str) -> Iterator[None]:
         raise _store_error(what, error.__cause__ or error) from error  # both are wrapped around the cause
     except HFValidationError as error:
         raise StoreError(f"{what}: {_brief(error)}") from error
-    except (
-        httpx2.HTTPError,
-        ConnectionError,
-        TimeoutError,
-        ValueError,
-    ) as error:  # or an answer in no known form
-        raise _store_error(what, error) from error
+    except (httpx2.HTTPError, ConnectionError, TimeoutError, ValueError) as error:
+        raise _store_error(what, error) from error  # a ValueError is an answer in no known form
 
 
 def _store_error(what: str, error: BaseException) -> StoreError:

@@ -54,9 +54,8 @@ def sft_rows(settings: Settings, env: Environment, chat: Chat) -> tuple[list[Row
     if not kept:
         raise NoRows(
             f"no training row is left of {counts.source}: {without_target} have no target,"
-            f" {target_cut_off} lose it at"
-            f" train.max_length={settings.sft_max_length} tokens; check environment.id={env.id!r} or"
-            " raise the length"
+            f" {target_cut_off} lose it at train.max_length={settings.sft_max_length} tokens; check"
+            f" environment.id={env.id!r} or raise the length"
         )
     log.info(
         "training rows: %d of %d, %d without target, %d cut off",

@@ -196,8 +196,7 @@ def _load(reference: str, params: Mapping[str, Any]) -> Any:
         reason = " ".join(str(cause).split())[:300]
         raise EnvironmentProblem(
             f"JobSpec environment.id={reference!r} cannot be loaded: {type(cause).__name__}: {reason};"
-            " is the package"
-            f" that provides the module {_module_name(reference)!r} installed, and are"
+            f" is the package that provides the module {_module_name(reference)!r} installed, and are"
             " environment.params right?"
         ) from error
 
@@ -289,8 +288,7 @@ def check_rubric(rubric: Any, columns: Sequence[str]) -> None:
             if missing:
                 raise EnvironmentProblem(
                     f"reward function {function_name(func)!r} requires the argument {missing[0]!r}, which"
-                    " is none of"
-                    f" {', '.join(sorted(SCORABLE))} and no column of the rows"
+                    f" is none of {', '.join(sorted(SCORABLE))} and no column of the rows"
                 )
 
 

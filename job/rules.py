@@ -14,8 +14,7 @@ log = logging.getLogger(__name__)
 
 OTHER_MODE = {
     "sft": "steps group_size temperature max_tokens kl_penalty_coef advantage_clip"
-    " thinking_length_penalty_coef"
-    " stop_sequences",
+    " thinking_length_penalty_coef stop_sequences",
     "rl": "epochs max_length",
 }
 
@@ -47,15 +46,13 @@ def check_job(settings: Settings) -> None:
     spec = settings.spec
     if spec is None:
         raise SettingsError(
-            "AUTOSLM_JOB_SPEC_JSON is empty and AUTOSLM_JOB_SPEC_PATH names no file: a run needs a"
-            " JobSpec that names an"
-            ' environment, such as {"algorithm": "sft", "environment": {"id": "owner/name"}}'
+            "AUTOSLM_JOB_SPEC_JSON is empty and AUTOSLM_JOB_SPEC_PATH names no file: a run needs a JobSpec"
+            ' that names an environment, such as {"algorithm": "sft", "environment": {"id": "owner/name"}}'
         )
     if settings.mode != spec.phase:
         raise SettingsError(
             f"RUN_MODE={settings.mode!r}: the JobSpec's algorithm is {spec.algorithm!r}, which is"
-            f" RUN_MODE={spec.phase};"
-            " change one of them"
+            f" RUN_MODE={spec.phase}; change one of them"
         )
     if not spec.environment.id:
         raise SettingsError(
@@ -70,8 +67,7 @@ def check_catalog(spec: JobSpec) -> None:
     if entry is None:
         raise SettingsError(
             f"JobSpec model={spec.model!r}: not in the catalog ({', '.join(recipe.CATALOG)}); use one"
-            " of these or set"
-            " model_policy to 'allow'"
+            " of these or set model_policy to 'allow'"
         )
     if spec.algorithm not in entry.algorithms:
         raise SettingsError(
@@ -126,8 +122,7 @@ def check_sft(settings: Settings) -> None:
     if settings.sft_packing and (settings.device == "cpu" or not _installed("flash_attn")):
         raise SettingsError(
             "SFT_PACKING=on: without flash attention packed rows attend to each other; install"
-            " flash-attn on a GPU or"
-            " turn it off"
+            " flash-attn on a GPU or turn it off"
         )
     if settings.sft_liger and not _installed("liger_kernel"):
         raise SettingsError("SFT_LIGER=on: the package is missing; pip install liger-kernel or turn it off")
@@ -145,8 +140,8 @@ def check_rl(settings: Settings) -> None:
     if settings.rl_vllm_max_len <= settings.rl_max_completion:
         raise SettingsError(
             f"RL_VLLM_MAX_LEN={settings.rl_vllm_max_len}: must exceed the completion budget"
-            f" {settings.rl_max_completion} (RL_MAX_COMPLETION or train.max_tokens); raise the first"
-            " or lower the second"
+            f" {settings.rl_max_completion} (RL_MAX_COMPLETION or train.max_tokens); raise the"
+            " first or lower the second"
         )
     if settings.rl_use_vllm and settings.rl_adapter_sync == "adapter":
         recipe.served_rank(settings.lora_rank)

@@ -110,8 +110,7 @@ class Identity(BaseSettings):
             if not SAFE_NAME.fullmatch(value):
                 raise SettingsError(
                     f"{variable}={value[:80]!r}: it names a folder, so use 1 to 128 letters, digits,"
-                    " dots, dashes or"
-                    " underscores, and begin with a letter, digit or underscore"
+                    " dots, dashes or underscores, and begin with a letter, digit or underscore"
                 )
         if not 0 <= self.seed < SEED_LIMIT:
             raise SettingsError(f"JobSpec train.seeds={self.seed}: a seed must be >= 0 and < 2**32")

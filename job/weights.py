@@ -143,8 +143,7 @@ def _commit(settings: Settings, repo: str, revision: str | None) -> str | None:
     except RepositoryNotFoundError as error:
         raise SettingsError(
             f"JobSpec model={repo!r}: not on the Hub, or private and not visible to this token"
-            " (HF_TOKEN); check the"
-            " name and the token"
+            " (HF_TOKEN); check the name and the token"
         ) from error
     except (HfHubHTTPError, httpx2.HTTPError, OfflineModeIsEnabled) as error:
         return _cached_commit(repo, revision, error)

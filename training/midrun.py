@@ -72,9 +72,8 @@ class Rewards(MicroSteps):
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        check_scored(
-            self.tally
-        )  # the reason why there was no gradient, before the guard says that there was none
+        # Why there was no gradient, before the guard says that there was none.
+        check_scored(self.tally)
 
 
 def reward_history(state: Any) -> list[float]:

@@ -33,13 +33,8 @@ class EnvironmentReward:
     __name__ = "environment"
 
     def __init__(self, settings: Settings, chat: Chat, prompts: Prompts, scorer: Scorer, tally: Tally):
-        self.settings, self.chat, self.prompts, self.scorer, self.tally = (
-            settings,
-            chat,
-            prompts,
-            scorer,
-            tally,
-        )
+        self.settings, self.chat, self.prompts = settings, chat, prompts
+        self.scorer, self.tally = scorer, tally
 
     def __call__(
         self,
