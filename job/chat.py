@@ -210,6 +210,13 @@ def _says_something(message: Message) -> bool:
     return any(message.get(key) for key in ("tool_calls", "content", "reasoning_content"))
 
 
+def joined(content: Any) -> Any:
+    """A message's content, parts of text joined to the one text that every template renders."""
+    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+        return "".join(part["text"] for part in content)
+    return content
+
+
 def _text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)

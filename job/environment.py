@@ -17,10 +17,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from job.chat import Message, joined
+
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-Message = dict[str, Any]
 
 RESERVED_PARAMS = frozenset(
     {"eval_env_id", "eval_env", "eval_examples", "eval_seed", "grpo_config", "sft_config", "mode", "records"}
@@ -223,10 +224,7 @@ def _message(one: Any) -> Message:
             f"{repr(one)[:80]} is no message: a list in a row's prompt or target holds messages with a role"
         )
     message = _without_nulls(plain)
-    parts = message.get("content")
-    if isinstance(parts, list) and parts and all(part.get("type") == "text" for part in parts):
-        message["content"] = "".join(part["text"] for part in parts)  # text, which every template renders
-    return message
+    return {**message, "content": joined(message["content"])} if message.get("content") else message
 
 
 def _without_nulls(value: Any) -> Any:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from job.chat import END_THINK, THINK, Chat, split_thinking
+from job.chat import END_THINK, THINK, Chat, joined, split_thinking
 
 log = logging.getLogger(__name__)
 
@@ -133,12 +133,6 @@ def with_our_thinking(own: Any, chat: Chat) -> Any:
 def plain(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages as plain dictionaries, their parts of text joined, which every template renders."""
     return [{**message, "content": joined(message.get("content"))} for message in messages]
-
-
-def joined(content: Any) -> Any:
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        return "".join(part["text"] for part in content)
-    return content
 
 
 def tool_parser(chat: Chat) -> Any:
