@@ -17,8 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from tenacity import retry, stop_after_attempt, wait_fixed
-
 import recipe
 from accounting import Tally
 from delivery.hub_client import StoreError, Unavailable, ask_again
@@ -204,14 +202,8 @@ def finish(settings: Settings, run: Run, job: inputs.Job) -> None:
     run.publisher.stop_pings()
     run.publisher.upload("DONE", {"DONE": run.keep("DONE", f"{time.time():.3f}")}, "done", step=step)
     run.publisher.flush()
-    clean_up(run)
+    run.clear_scratch()
     say(f"NODE DONE: {run.redact(metrics.to_json(indent=None))}")
-
-
-def clean_up(run: Run) -> None:
-    """Leave only the named files and the trainer's output folder."""
-    for folder in (run.local("resume"), run.local("staging")):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- endings ---
@@ -232,8 +224,9 @@ def is_done(store: Store) -> bool:
     return store.exists("DONE")
 
 
-@retry(stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True)
+@ask_again
 def read_metrics(store: Store) -> str:
+    """The finished job's metrics; Unavailable when they cannot be had, whatever the reason."""
     try:
         text = store.read("metrics.json").decode()
         json.loads(text)

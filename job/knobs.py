@@ -63,7 +63,6 @@ def lower(value: object) -> object:
 
 Bool = Annotated[bool, BeforeValidator(boolean_word)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
-Text = str
 
 
 # --- declaration ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDi
 
 import recipe
 from job import knobs
-from job.knobs import Bool, Float, SettingsError, Text, knob
+from job.knobs import Bool, Float, SettingsError, knob
 from spec import JobSpec, RepoId
 
 SEED_LIMIT = 2**32
@@ -41,13 +41,13 @@ class Identity(BaseSettings):
     mode: Annotated[Literal["sft", "rl"], BeforeValidator(knobs.lower)] = knob(
         "RUN_MODE", "which trainer", _mode_of, shown="spec phase, else sft"
     )
-    phase: Text = knob(
+    phase: str = knob(
         "PHASE",
         "first part of the prefix in the store",
         lambda data: data["spec"].phase if data["spec"] else data["mode"],
         shown="spec phase, else mode",
     )
-    run_id: Text = knob("RUN_ID", "second part of the prefix", "local", spec="run_id")
+    run_id: str = knob("RUN_ID", "second part of the prefix", "local", spec="run_id")
     seed: int = knob(
         "SEED",
         "third part of the prefix; trainer seed; shuffle seed",
@@ -68,10 +68,8 @@ class Identity(BaseSettings):
     work_dir: Annotated[Path, AfterValidator(Path.absolute)] = knob(
         "AUTOSLM_WORK_DIR", "root of every local file", Path("/tmp")
     )
-    token: Text = knob(
-        "HF_TOKEN", "token for all Hub traffic (HUGGINGFACE_TOKEN is the same)", "", repr=False
-    )
-    endpoint: Text = knob("HF_ENDPOINT", "the Hub's address", "", shown="the client's own")
+    token: str = knob("HF_TOKEN", "token for all Hub traffic (HUGGINGFACE_TOKEN is the same)", "", repr=False)
+    endpoint: str = knob("HF_ENDPOINT", "the Hub's address", "", shown="the client's own")
     heartbeat_min_s: Float = knob(
         "AUTOSLM_HEARTBEAT_MIN_S",
         "minimum seconds between commits of throttled beats",
@@ -170,7 +168,7 @@ def _file_name_characters(text: str) -> str:
 class Settings(Identity):
     """Everything the run needs to know, resolved and validated."""
 
-    model: Text = knob(
+    model: str = knob(
         "BENCH_HF_MODEL", "model id or local folder, only read without a JobSpec", recipe.MODEL, spec="model",
         spec_wins=True, min_length=1,
     )  # fmt: skip
@@ -181,7 +179,7 @@ class Settings(Identity):
         spec="thinking",
         spec_wins=True,
     )
-    arm: Text = knob("AUTOSLM_ARM", "copied to metrics `arm`", "runpod")
+    arm: str = knob("AUTOSLM_ARM", "copied to metrics `arm`", "runpod")
     device: Annotated[Literal["cuda", "cpu"], BeforeValidator(knobs.lower)] = knob(
         "AUTOSLM_DEVICE", "cpu: float32, eager vLLM, no GPU wait", "cuda"
     )
@@ -199,7 +197,7 @@ class Settings(Identity):
     )
     lora_rank: int = knob("", "LoRA rank", recipe.LORA.rank, spec="train.lora_rank", ge=1)
     lora_alpha: int = knob("", "LoRA alpha", recipe.LORA.alpha, spec="train.lora_alpha", ge=1)
-    init_from_adapter: Text = knob("", "adapter to go on from", "", spec="train.init_from_adapter")
+    init_from_adapter: str = knob("", "adapter to go on from", "", spec="train.init_from_adapter")
     learning_rate: Float = knob(
         "", "peak learning rate",
         lambda data: (recipe.SFT if data["mode"] == "sft" else recipe.RL).learning_rate,
@@ -212,7 +210,7 @@ class Settings(Identity):
         "AUTOSLM_REPORT_TO", "experiment trackers, comma list", (), shown="none"
     )
     merge: Bool = knob("AUTOSLM_MERGE", "also write and upload merged weights", False)
-    hf_transfer: Text = knob("HF_HUB_ENABLE_HF_TRANSFER", "echoed in metrics, otherwise ignored", "")
+    hf_transfer: str = knob("HF_HUB_ENABLE_HF_TRANSFER", "echoed in metrics, otherwise ignored", "")
     eval_every_steps: int = knob(
         "AUTOSLM_EVAL_EVERY_STEPS", "mid-run evaluation cadence, 0 = off", 0, lenient=True, ge=0
     )

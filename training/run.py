@@ -52,11 +52,16 @@ class Run:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.take_back("train_meta.json")
-            shutil.rmtree(self.local("staging"), ignore_errors=True)
+            self.clear_scratch()
         except OSError as error:
             raise SettingsError(
                 f"AUTOSLM_WORK_DIR={str(folder)!r}: cannot be used: {error.strerror}"
             ) from error
+
+    def clear_scratch(self) -> None:
+        """Delete the folders that a run works in; its named files and the trainer's output stay."""
+        for name in ("resume", "staging"):
+            shutil.rmtree(self.local(name), ignore_errors=True)
 
     def local(self, name: str) -> Path:
         return self.identity.work_dir / name
