@@ -222,27 +222,23 @@ class Publisher:
         waiting = [self._in_flight, self._checkpoint, *self._queue]
         return [one for one in waiting if one is not None and not one.outcome.cancelled()]
 
-    def _may_go(self, checkpoint: Parcel | None) -> bool:
-        return checkpoint is not None and (self._hurry or self._budget.has_room(self.clock()))
+    def _due_checkpoint(self) -> Parcel | None:
+        return self._checkpoint if self._hurry or self._budget.has_room(self.clock()) else None
 
     def _next(self) -> Parcel | None:
-        held, first = self._checkpoint, self._queue[0] if self._queue else None
-        if (
-            held is not None
-            and self._may_go(held)
-            and (first is None or (first.kind != "urgent" and held.number < first.number))
-        ):
+        held, first = self._due_checkpoint(), self._queue[0] if self._queue else None
+        if held and (first is None or (first.kind != "urgent" and held.number < first.number)):
             self._checkpoint = None
             self._claim(held)
             return held
-        return self._queue.popleft() if first is not None else None
+        return self._queue.popleft() if first else None
 
     # --- the thread ---
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._queue and not self._may_go(self._checkpoint):
+                while not self._queue and not self._due_checkpoint():
                     # A checkpoint that the budget holds back becomes due without anybody's doing.
                     self._changed.wait(1.0 if self._checkpoint else None)
             self.work_off()
