@@ -143,6 +143,8 @@ def check_rl(settings: Settings) -> None:
             f" {settings.rl_max_completion} (RL_MAX_COMPLETION or train.max_tokens); raise the"
             " first or lower the second"
         )
+    if settings.rl_use_vllm and not _installed("vllm"):
+        raise SettingsError("RL_USE_VLLM=on: the package is missing; pip install vllm==0.29.0 or turn it off")
     if settings.rl_use_vllm and settings.rl_adapter_sync == "adapter":
         recipe.served_rank(settings.lora_rank)
 

@@ -95,6 +95,14 @@ def test_refused_in_one_line_that_says_what_to_do(env, spec, message, monkeypatc
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_an_engine_that_is_not_installed_is_refused_only_when_it_is_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(SettingsError, match="RL_USE_VLLM=on: the package is missing"):
+        rules.check(read({}, RL))
+    rules.check(read({"RL_USE_VLLM": "off"}, RL))
+    rules.check(read({}, SFT))
+
+
 @pytest.mark.parametrize(
     ("env", "spec"),
     [
