@@ -42,6 +42,10 @@ class Tally:
     problems: Counter[str] = field(default_factory=Counter)  # by type
     example: str = ""
 
+    def totals(self) -> dict[str, Any]:
+        """What it is now, as plain values of its own: a checkpoint is written while the run counts on."""
+        return {**vars(self), "problems": dict(self.problems)}
+
     def go_on_from(self, totals: Mapping[str, Any]) -> None:
         """Take over the totals of the attempts before."""
         for name in vars(self).keys() & totals.keys():

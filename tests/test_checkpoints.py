@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import _http
 
+from accounting import Tally
 from delivery.checkpoints import AnotherJob, Checkpoints, File, Manifest, stage, stale_steps
 from delivery.hub_client import StoreError, Unavailable, Unreachable
 from delivery.publisher import Publisher
@@ -125,6 +126,16 @@ on_hub = pytest.mark.parametrize("store", ["hub"], indirect=True)
 
 def tamper(store: Store, path: str, change: Callable[[bytes], bytes]) -> None:
     store.put(Commit("tampered with", {path: change(store.read(path))}))
+
+
+def test_totals_come_through_a_manifest_as_they_were_when_the_step_was_saved():
+    before, after = Tally(step=3, train_wall=1.5, has_gradient=True), Tally()
+    before.problems.update(["KeyError", "ValueError", "KeyError"])
+    manifest = Manifest(3, "a1", JOB, None, before.totals(), {"weights": File(1, "0" * 64)})
+    saved = before.totals()
+    before.problems["TimeoutError"] += 1  # the run goes on while the checkpoint waits
+    after.go_on_from(Manifest.from_json(manifest.to_json().encode()).totals)
+    assert after.totals() == saved and after.problems.most_common() == [("KeyError", 2), ("ValueError", 1)]
 
 
 # --- one commit ---

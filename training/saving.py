@@ -65,7 +65,9 @@ class Streaming:
         self._account(state)
         saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if saved.is_dir():
-            self.checkpoints.stream(saved, state.global_step, self.job, self.model_commit, vars(self.tally))
+            self.checkpoints.stream(
+                saved, state.global_step, self.job, self.model_commit, self.tally.totals()
+            )
         else:
             self.checkpoints.lost(state.global_step, "the disk is full")
 
