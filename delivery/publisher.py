@@ -314,10 +314,14 @@ class Publisher:
         if parcel.kind == "throttled":
             return Patience(tries=1)
         if parcel.kind == "checkpoint":
-            return Patience(overtaken=lambda: self._checkpoint is not None)
+            return Patience(overtaken=self._is_overtaken)
         if parcel.kind == "required":
             return Patience(worth_waiting=(Unreachable,), until=parcel.created + self.deadline_s)
         return Patience(worth_waiting=(Unavailable,))
+
+    def _is_overtaken(self) -> bool:
+        """Whether a checkpoint that failed once holds up what is worth more: a newer one, a milestone."""
+        return self._checkpoint is not None or any(one.kind != "throttled" for one in self._queue)
 
     def _check_owner(self, read: Read) -> None:
         """Raise Superseded when somebody's beat has come into the store since we first looked or beat."""
