@@ -28,7 +28,7 @@ from job import chat, cli, rules, weights
 from job.knobs import secret_values
 from job.settings import Identity, Settings, identify
 from training import engine, gpu, inputs, midrun, preemption, rewards, saving, trainers, warm_start
-from training.preemption import Preempted
+from training.preemption import Preempted, Signals
 from training.run import Run
 
 log = logging.getLogger("worker")
@@ -46,10 +46,10 @@ FIRST_FLUSH_S = 10.0
 RETRIABLE_ERRORS = (Unavailable, gpu.GpuNotReady, weights.ModelUnreachable)
 
 
-def main(env: MutableMapping[str, str]) -> None:
+def main(env: MutableMapping[str, str], signals: Signals | None = None) -> None:
     """Run one job from beginning to end; reports any failure, then raises it unchanged."""
     identity, problem = identify(env)
-    run = Run(identity)
+    run = Run(identity, signals)
     run.start()
     try:
         run.clear()
@@ -86,7 +86,7 @@ def export_token(env: MutableMapping[str, str], identity: Identity) -> None:
 
 def run_sft(settings: Settings, run: Run) -> None:
     """Supervised fine-tuning."""
-    job, settings = inputs.load(settings, run.redact, run.checkpoints.find())
+    job, settings = load(settings, run)
     talk, rows, batch = inputs.for_sft(settings, job)
     prepare(settings, run, job)
     policy, checkpoint = warm_start.policy(settings, job.plan), resume(run, job)
@@ -102,7 +102,7 @@ def run_sft(settings: Settings, run: Run) -> None:
 
 def run_rl(settings: Settings, run: Run) -> None:
     """Reinforcement learning with GRPO."""
-    job, settings = inputs.load(settings, run.redact, run.checkpoints.find())
+    job, settings = load(settings, run)
     talk, prompts, batch, way = inputs.for_rl(settings, job, run.tally, run.check)
     prepare(settings, run, job)
     policy, checkpoint = warm_start.policy(settings, job.plan), resume(run, job)
@@ -119,6 +119,13 @@ def run_rl(settings: Settings, run: Run) -> None:
 
 
 # --- the steps they share ---
+
+
+def load(settings: Settings, run: Run) -> tuple[inputs.Job, Settings]:
+    """Environment, model and the checkpoints of earlier attempts."""
+    job, settings = inputs.load(settings, run.redact, run.checkpoints.find())
+    run.preemption.take_signals()
+    return job, settings
 
 
 def prepare(settings: Settings, run: Run, job: inputs.Job) -> None:
@@ -168,7 +175,11 @@ def watchers(run: Run, job: inputs.Job) -> list[Any]:
 
 def train(run: Run, job: inputs.Job, trainer: Any, progress: Any, checkpoint: Path | None) -> None:
     """Train, timed, until the target or until the machine is taken away."""
-    with run.publisher.counting("micro_steps", lambda: progress.micro_steps), run.preemption.can_stop():
+
+    def passes() -> int:
+        return progress.micro_steps + trainer.sampling_passes
+
+    with run.publisher.counting("passes", passes), run.preemption.can_stop():
         try:
             saving.train(trainer, checkpoint)
             run.check()
@@ -284,7 +295,7 @@ def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
     asked = {"--help": cli.print_help, "-h": cli.print_help, "--schema": cli.print_schema}
     try:
         if not arguments:
-            main(env)
+            main(env, Signals())
         elif list(arguments) == ["--check"]:
             check(env, sys.stdout)
         elif len(arguments) == 1 and arguments[0] in asked:
@@ -311,5 +322,4 @@ def hard_exit(code: int) -> None:
 
 
 if __name__ == "__main__":
-    preemption.block_signals()
     hard_exit(command(sys.argv[1:], os.environ))

@@ -29,6 +29,7 @@ ADAPTER_FILES = {
 }
 UNUSED_FILES = ("model.gguf", "tf_model.h5", "original/consolidated.00.bin", "onnx/model.onnx")
 EVERY_BEAT = {"stage", "ts", "run_id", "mode", "seed", "attempt"}
+LANDED = ("checkpoint_uploaded", "sft_trained", "done")
 EXTRAS = {
     "boot": set(),
     "sft_start": set(),
@@ -135,7 +136,8 @@ def test_stages_come_in_order_with_their_fields(hub_run: HubRun) -> None:
     for beat in beats:
         assert beat.keys() == EVERY_BEAT | EXTRAS[beat["stage"]]
         assert (beat["run_id"], beat["mode"], beat["seed"]) == ("r1", "sft", 0)
-    assert [beat["ts"] for beat in beats] == sorted(beat["ts"] for beat in beats)
+    made = [beat["ts"] for beat in beats if beat["stage"] not in LANDED]  # those are older when they are told
+    assert made == sorted(made)
     assert len({beat["attempt"] for beat in beats}) == 1
     steps = [beat["step"] for beat in beats if "step" in beat]
     assert steps == [10, 20, 21, 21, 21, 21]

@@ -1,12 +1,13 @@
 """A machine that is about to be taken away: signals, the worker's own clock, and leaving in time.
 
-Signals are waited for on a thread (`sigwait`): a Python handler cannot run while the main thread is inside a
-long call of a library. The main thread looks for a request wherever stopping is safe.
+A Python handler cannot run while the main thread is inside a long call of a library, so a thread is told of
+signals through a socket. The main thread looks for a request wherever stopping is safe.
 """
 
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,17 +26,56 @@ class Preempted(BaseException):
     """The run stops here, to be resumed elsewhere: no failure, and no `except Exception` may eat it."""
 
 
-def block_signals() -> None:
-    """Leave the signals to `Preemption`; called before any other thread exists, as threads inherit it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+class Signals:
+    """The process's termination signals, written to a socket the moment they come.
+
+    They are not blocked: the children that an environment starts would inherit that, and outlive `terminate`.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        os.register_at_fork(after_in_child=self._leave_to_child)
+
+    def take(self) -> None:
+        """Have them, or have them back from a library that took them; called on the main thread."""
+        for one in SIGNALS:
+            signal.signal(one, _nothing)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def wait(self) -> str:
+        """Return the name of the next one."""
+        while True:
+            number = self._reader.recv(1)[0]
+            if number in SIGNALS:
+                return signal.Signals(number).name
+
+    def _leave_to_child(self) -> None:
+        for one in SIGNALS:
+            signal.signal(one, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+
+
+def _nothing(number: int, frame: Any) -> None:
+    """The socket has been written to already."""
 
 
 class Preemption:
     """Takes requests to leave, and sees to it that the process is gone within its grace time."""
 
-    def __init__(self, grace_s: float, announce: Callable[[str], None], leave: Callable[[float], Any]):
-        """`announce(reason)` tells the world; `leave(seconds)` gives uploads that long, then cleans up."""
-        self.grace_s, self.announce, self.leave = grace_s, announce, leave
+    def __init__(
+        self,
+        grace_s: float,
+        announce: Callable[[str], None],
+        leave: Callable[[float], Any],
+        signals: Signals | None,
+    ):
+        """`announce(reason)` tells the world; `leave(seconds)` gives uploads that long, then cleans up.
+
+        `signals` are None in a host that handles them itself, such as a test.
+        """
+        self.grace_s, self.announce, self.leave, self.signals = grace_s, announce, leave, signals
+        self._first = threading.Lock()
         self.reason = ""
         self._looks = False  # whether the main thread looks for a request
         self._deadline = float("inf")
@@ -43,15 +83,22 @@ class Preemption:
         self._clock: threading.Timer | None = None
 
     def watch(self, wall_s: float | None) -> None:
-        """Begin to wait for signals, when they are blocked, and for `wall_s` seconds to pass."""
-        # In a host that handles signals itself (tests, a notebook) they stay the host's.
-        if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-            threading.Thread(target=self._wait_for_signals, name="signals", daemon=True).start()
+        """Begin to wait for signals, and for `wall_s` seconds to pass."""
+        if self.signals is not None:
+            self.take_signals()
+            threading.Thread(
+                target=self._wait_for_signals, args=(self.signals,), name="signals", daemon=True
+            ).start()
         if wall_s is not None:
             in_time_s = max(0.0, max(SHORTEST_WALL_S, wall_s) - self.grace_s)
             self._clock = threading.Timer(in_time_s, self.request, ["wall clock"])
             self._clock.daemon = True
             self._clock.start()
+
+    def take_signals(self) -> None:
+        """Have the signals back: verifiers keeps SIGTERM for itself once an environment is built."""
+        if self.signals is not None:
+            self.signals.take()
 
     def close(self) -> None:
         """The run has ended: its clock no longer matters."""
@@ -60,7 +107,7 @@ class Preemption:
 
     def request(self, reason: str) -> None:
         """Ask the run to stop; a second request ends the process at once."""
-        if self.reason:
+        if not self._first.acquire(blocking=False):
             self._exit(0.0)
         self.reason, self._deadline = reason, time.monotonic() + self.grace_s
         try:
@@ -87,9 +134,9 @@ class Preemption:
         finally:
             self._looks = False
 
-    def _wait_for_signals(self) -> None:
+    def _wait_for_signals(self, signals: Signals) -> None:
         while True:
-            self.request(signal.Signals(signal.sigwait(SIGNALS)).name)
+            self.request(signals.wait())
 
     def _see_off(self) -> None:
         """End the process where the main thread does not: no safe point in time, or nothing to stop at."""

@@ -10,13 +10,13 @@ from delivery.publisher import Publisher
 from delivery.redaction import redactor
 from delivery.store import open_store
 from job.settings import Identity, SettingsError
-from training.preemption import Preemption
+from training.preemption import Preemption, Signals
 
 
 class Run:
     """What every step of a run shares; building one starts nothing."""
 
-    def __init__(self, identity: Identity):
+    def __init__(self, identity: Identity, signals: Signals | None = None):
         self.identity, self.redact = identity, redactor(identity.secrets)
         self.attempt, self.tally = uuid.uuid4().hex[:8], Tally()
         self.store = open_store(
@@ -34,7 +34,7 @@ class Run:
         self.checkpoints = Checkpoints(
             self.store, self.publisher, self.local("staging"), self.attempt, self.redact
         )
-        self.preemption = Preemption(identity.grace_s, self._announce, self._leave)
+        self.preemption = Preemption(identity.grace_s, self._announce, self._leave, signals)
 
     def start(self) -> None:
         """Start the publisher, so that whatever happens next can be told, and listen for the end."""

@@ -147,6 +147,7 @@ class ModelSampler:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
+        self.batches = 0  # of this step, whose random streams a resumed run draws again
         try:
             yield
         finally:

@@ -22,6 +22,7 @@ class SavingTrainer:
     """What the library's trainers lack: a full disk costs a checkpoint, not the run; saves are timed."""
 
     save_seconds = 0.0
+    sampling_passes = 0  # forward passes, or steps of the engine, that made tokens
     saved_step = 0
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
@@ -62,7 +63,7 @@ class Streaming:
         self.check()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._account(state)
+        self._account(args, state)
         saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if saved.is_dir():
             self.checkpoints.stream(
@@ -72,12 +73,13 @@ class Streaming:
             self.checkpoints.lost(state.global_step, "the disk is full")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._account(state)
+        self._account(args, state)
 
-    def _account(self, state: Any) -> None:
+    def _account(self, args: Any, state: Any) -> None:
         self.tally.step = state.global_step
         self.tally.train_wall = round(self._wall_before + time.monotonic() - self._began, 3)
-        self.tally.train_tokens = state.num_input_tokens_seen
+        if args.include_num_input_tokens_seen != "no":
+            self.tally.train_tokens = state.num_input_tokens_seen
 
 
 def train(trainer: Any, checkpoint: Path | None) -> None:

@@ -240,16 +240,22 @@ class PolicyTrainer:
 
     def follow(self: Any, settings: Settings, chat: Chat, way: Way) -> None:
         """Take what the methods below need; called once, before training."""
-        self.settings, self.chat, self.tally, self.check = settings, chat, way.tally, way.check
+        self.settings, self.chat, self.tally = settings, chat, way.tally
+        self.check_run = way.check
         self.tool_schemas = way.tool_schemas
         self.eos_token_ids = sorted({*self.eos_token_ids, *chat.stop_ids})
         if settings.rl_use_vllm:
             self.vllm_generation.current_step = lambda: self.state.global_step
-            self.vllm_generation.check = way.check
+            self.vllm_generation.check = self.check
             self.sampler: Any = EngineSampler(self.vllm_generation)
         else:
             self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
             self.sampler = ModelSampler(self, chat.cut_at)
+
+    def check(self: Any) -> None:
+        """Called before every token of a generation: it has not hung, and may have to stop."""
+        self.sampling_passes += 1
+        self.check_run()
 
     def _get_train_sampler(self: Any, dataset: Any = None) -> Any:
         return by_epoch(super()._get_train_sampler(dataset), self.args.seed)  # type: ignore[misc]

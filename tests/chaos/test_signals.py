@@ -171,12 +171,13 @@ def test_a_second_signal_ends_it_at_once(start: Start, hub: HubServer) -> None:
 ALONE = """
 import sys, time
 from training import preemption
-preemption.block_signals()
 preemption.SHORTEST_WALL_S = 1.0
 began = time.monotonic()
 def say(what, *facts):
     print(what, round(time.monotonic() - began, 2), *facts, flush=True)
-one = preemption.Preemption(GRACE, lambda reason: say("told", reason), lambda left: say("left", left))
+one = preemption.Preemption(
+    GRACE, lambda reason: say("told", reason), lambda left: say("left", left), preemption.Signals()
+)
 one.watch(WALL_CLOCK)
 BODY
 """
@@ -200,6 +201,20 @@ with one.can_stop():
 ELSEWHERE = """
 say("ready")
 time.sleep(60)
+"""
+
+
+CHILDREN = """
+import multiprocessing, subprocess
+say("ready")
+command = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+forked.start()
+time.sleep(0.5)
+command.terminate()
+forked.terminate()
+say("ended", command.wait(10), forked.join(10), forked.exitcode)
+say("reason", repr(one.reason))
 """
 
 
@@ -227,6 +242,13 @@ def told(process: Any) -> dict[str, list[str]]:
     """The lines a process says until it ends, by their first word."""
     lines = [line.split() for line in process.communicate(timeout=60)[0].splitlines()]
     return {words[0]: words[1:] for words in lines}
+
+
+@pytest.mark.slow
+def test_children_of_the_worker_can_be_terminated(alone: Callable[..., Any]) -> None:
+    said = told(alone(CHILDREN))
+    assert said["ended"][1:] == [str(-signal.SIGTERM), "None", str(-signal.SIGTERM)]
+    assert said["reason"][1:] == ["''"]  # and their end is not taken for the worker's
 
 
 @pytest.mark.chaos
