@@ -8,6 +8,7 @@ looks up.
 
 import logging
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -92,6 +93,8 @@ class PolicyEngine:
             WORLD_SIZE=str(self.accelerator.num_processes),
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )
+        # TRL tries a few fixed ports: two workers that start on one machine at a time take the same.
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
         ensure_master_addr_port()
         with kept_random_state():
             self.llm = LLM(**engine_arguments(options, rank, self.max_num_seqs, self._memory()))  # type: ignore[attr-defined]
@@ -243,6 +246,12 @@ class PolicyEngine:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self.weights_asleep = False
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def engine_arguments(
