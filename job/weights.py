@@ -26,7 +26,8 @@ class WeightsPlan:
     """The one plan that every load of a run follows.
 
     `base` is the model id that names tokenizer and template; `source` holds the weights; `commit` is the
-    resolved revision of `source` on the Hub, None for a local folder.
+    resolved revision of `source` on the Hub, None for a local folder. `is_quantised` says that the weights in
+    `source` are 4-bit already; `reentrant` that gradient checkpointing must be.
     """
 
     base: str
@@ -38,6 +39,9 @@ class WeightsPlan:
     vocab_size: int
     context_length: int
     kv_bytes_per_token: int
+    four_bit: bool = False
+    is_quantised: bool = False
+    reentrant: bool = False
 
     @property
     def is_multimodal(self) -> bool:
@@ -62,7 +66,20 @@ class WeightsPlan:
     def model_init_kwargs(self, settings: Settings) -> dict[str, Any]:
         """Keyword arguments of every load: precision, no device map, packing's attention."""
         attention = {"attn_implementation": "flash_attention_2"} if settings.sft_packing else {}
-        return {"dtype": self.dtype, "device_map": None, **attention}
+        return {"dtype": self.dtype, "device_map": None, **self._quantisation(), **attention}
+
+    def _quantisation(self) -> dict[str, Any]:
+        if not self.four_bit or self.is_quantised:
+            return {}
+        from transformers import BitsAndBytesConfig
+
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=self.dtype,
+        )
+        return {"quantization_config": config}
 
     def lora_config(self, settings: Settings) -> Any:
         """The peft configuration of a fresh adapter."""
@@ -90,6 +107,8 @@ def plan_weights(settings: Settings, pinned: str | None = None) -> WeightsPlan:
     commit = base_commit if source == base else _commit(settings, source, pinned)
     config = _config(source, commit)
     text = config.get_text_config()
+    facts = text.to_dict()
+    is_quantised = check_precision(settings, source, config.to_dict().get("quantization_config"))
     dtype = "float32" if settings.device == "cpu" else "bfloat16"
     return WeightsPlan(
         base=base,
@@ -101,7 +120,35 @@ def plan_weights(settings: Settings, pinned: str | None = None) -> WeightsPlan:
         vocab_size=text.vocab_size,
         context_length=text.max_position_embeddings,
         kv_bytes_per_token=_kv_bytes_per_token(text, DTYPE_BYTES[dtype]),
+        four_bit=settings.quant == "4bit-qlora",
+        is_quantised=is_quantised,
+        # Mixtures of experts and Gated DeltaNet fail in their first backward pass otherwise.
+        reentrant=bool(facts.get("num_experts") or facts.get("num_local_experts"))
+        or "linear_attention" in (facts.get("layer_types") or ()),
     )
+
+
+def check_precision(settings: Settings, source: str, quantisation: dict[str, Any] | None) -> bool:
+    """Whether the weights are 4-bit already; SettingsError when they are not what the tier says."""
+    if quantisation is None:
+        if settings.quant == "4bit-qlora" and settings.quant_repo:
+            raise SettingsError(
+                f"AUTOSLM_QUANT_REPO={source!r}: its weights are not quantised; leave it empty, and the model's"
+                " own are quantised when they are loaded"
+            )
+        return False
+    if settings.quant == "bf16":
+        raise SettingsError(
+            f"JobSpec model={source!r}: its weights are quantised; set AUTOSLM_QUANT=4bit-qlora, or name the"
+            " model they were made from"
+        )
+    if not quantisation.get("load_in_4bit"):
+        method = quantisation.get("quant_method")
+        raise SettingsError(
+            f"AUTOSLM_QUANT=4bit-qlora: the weights of {source!r} are quantised by {method!r}, and only"
+            " bitsandbytes 4-bit can be trained on"
+        )
+    return True
 
 
 def _kv_bytes_per_token(config: Any, dtype_bytes: int) -> int:

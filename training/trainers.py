@@ -132,7 +132,7 @@ def common_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch)
         "bf16": plan.dtype == "bfloat16",
         "use_cpu": not on_gpu,
         "gradient_checkpointing": on_gpu,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if on_gpu else None,
+        "gradient_checkpointing_kwargs": {"use_reentrant": plan.reentrant} if on_gpu else None,
         "model_init_kwargs": plan.model_init_kwargs(settings),
         "report_to": [],
         "logging_nan_inf_filter": False,  # it would log the mean of earlier losses instead of the NaN
@@ -226,6 +226,7 @@ def engine_options(settings: Settings, plan: WeightsPlan, chat: Chat) -> engine.
         eager=settings.rl_vllm_eager,
         sleep=sleeps(settings),
         text_only=settings.text_only and plan.is_multimodal,
+        four_bit=plan.four_bit,
         stop_ids=tuple(chat.stop_ids),
         seed=settings.seed,
     )
