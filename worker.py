@@ -26,7 +26,7 @@ from delivery.patience import Superseded
 from delivery.publisher import say
 from delivery.redaction import redactor
 from delivery.store import Store, folder_files
-from job import chat, cli, rules, weights
+from job import chat, cli, prefetch, rules, weights
 from job.knobs import secret_values
 from job.settings import Identity, Settings, identify
 from training import engine, gpu, inputs, midrun, preemption, rewards, saving, trainers, warm_start
@@ -121,15 +121,17 @@ def run_rl(settings: Settings, run: Run) -> None:
 
 
 def prepare(settings: Settings, run: Run, job: inputs.Job) -> None:
-    """Start the setup clock, wait for the device, bring the weights."""
+    """Start the setup clock, wait for the device, and, all else being ready, for the weights."""
     run.publisher.beat(f"{settings.mode}_start")
     job.setup_began = time.monotonic()
     # Of an earlier run in this folder, whose checkpoints rotation would count.
     shutil.rmtree(settings.output_dir, ignore_errors=True)
     card = recipe.catalog_model(settings.model).required_vram_gb(settings.job.algorithm)
-    gpu.wait_for_gpu(settings.device, min_vram_gb=card)
-    with run.publisher.counting("bytes", weights.cache_bytes):
-        download_seconds = weights.prefetch(job.plan, settings)
+    with run.publisher.counting("bytes", prefetch.cache_bytes):
+        gpu.wait_for_gpu(settings.device, min_vram_gb=card)
+        trainers.import_stack(settings)
+        job.adapter = warm_start.fetch(settings, job.plan)
+        download_seconds = job.prefetch.wait()
     job.note(download_seconds=download_seconds)
     run.publisher.beat(
         "model_prefetched",
@@ -141,11 +143,10 @@ def prepare(settings: Settings, run: Run, job: inputs.Job) -> None:
 
 def warm_model(settings: Settings, job: inputs.Job) -> Any:
     """The model that has the adapter of train.init_from_adapter already, None for a fresh run."""
-    folder = warm_start.fetch(settings)
-    if folder is None:
+    if job.adapter is None:
         return None
-    model = warm_start.load(settings, job.plan, folder)
-    shutil.rmtree(folder)
+    model = warm_start.load(settings, job.plan, job.adapter)
+    shutil.rmtree(job.adapter)
     return model
 
 
@@ -281,7 +282,7 @@ def check(env: MutableMapping[str, str], out: TextIO) -> None:
         raise problem
     settings = rules.resolve(env, identity)
     export_token(env, identity)
-    job, settings = inputs.load(settings, redactor(identity.secrets), [])
+    job, settings = inputs.load(settings, redactor(identity.secrets), [], download=False)
     if settings.mode == "sft":
         _, rows, batch = inputs.for_sft(settings, job)
         lengths = [len(row.ids) for row in rows]

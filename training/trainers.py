@@ -3,6 +3,7 @@
 What they lack is written as mixins: inheriting from TRL's classes here would import torch with this module.
 """
 
+import importlib
 import logging
 import math
 import sys
@@ -27,6 +28,14 @@ from training.saving import SavingTrainer, by_epoch
 log = logging.getLogger(__name__)
 
 DISAGREEMENT_NATS = 1.0  # bf16 noise is below 0.1
+
+
+def import_stack(settings: Settings) -> None:
+    """Import what building a trainer will: seconds that would otherwise come after the weights are there."""
+    kinds = {"sft": ("trl.trainer.sft_trainer",), "rl": ("trl.trainer.grpo_trainer",)}
+    served = ("vllm.entrypoints.llm",) if settings.mode == "rl" and settings.rl_use_vllm else ()
+    for name in ("peft", *kinds[settings.mode], *served):
+        importlib.import_module(name)
 
 
 def sft_trainer(
