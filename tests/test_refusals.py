@@ -194,7 +194,7 @@ def check_reported(
 
 
 def nothing_fetched(hub: HubServer) -> bool:
-    """Nothing of the model, that is: the store is asked for DONE, and the prefetch finds a bare repository."""
+    """Nothing of the model, that is: the store is asked for DONE, the prefetch finds a bare repository."""
     files = [one.path for one in hub.requests if "/resolve/" in one.path]
     return all(path.startswith("/datasets/") or path.endswith("/.gitattributes") for path in files)
 
