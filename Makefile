@@ -40,6 +40,7 @@ chaos: venv
 bench: venv
 	$(PY) bench/adapter_sync.py
 	$(PY) bench/conversations.py
+	$(PY) bench/startup.py
 
 clean:
 	rm -rf .venv .uv demo-out artifacts .pytest_cache .ruff_cache .mypy_cache .hypothesis

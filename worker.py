@@ -24,7 +24,7 @@ from delivery.patience import Superseded
 from delivery.publisher import say
 from delivery.redaction import redactor
 from delivery.store import Store, folder_files
-from job import chat, cli, rules, weights
+from job import chat, cli, prefetch, rules, weights
 from job.knobs import secret_values
 from job.settings import Identity, Settings, identify
 from training import engine, gpu, inputs, midrun, preemption, rewards, saving, trainers, warm_start
@@ -89,7 +89,7 @@ def run_sft(settings: Settings, run: Run) -> None:
     job, settings = load(settings, run)
     talk, rows, batch = inputs.for_sft(settings, job)
     prepare(settings, run, job)
-    policy, checkpoint = warm_start.policy(settings, job.plan), resume(run, job)
+    policy, checkpoint = warm_start.policy(settings, job.plan, job.adapter), resume(run, job)
     announce_training(run, job, "sft_model_load")
     progress = midrun.as_callback(midrun.Losses, run.publisher)
     listeners = [progress, *watchers(run, job)]
@@ -105,7 +105,7 @@ def run_rl(settings: Settings, run: Run) -> None:
     job, settings = load(settings, run)
     talk, prompts, batch, way = inputs.for_rl(settings, job, run.tally, run.check)
     prepare(settings, run, job)
-    policy, checkpoint = warm_start.policy(settings, job.plan), resume(run, job)
+    policy, checkpoint = warm_start.policy(settings, job.plan, job.adapter), resume(run, job)
     announce_training(run, job, "rl_train_start")
     progress = midrun.as_callback(midrun.Rewards, run.publisher, run.tally)
     listeners = [progress, *watchers(run, job)]
@@ -129,15 +129,17 @@ def load(settings: Settings, run: Run) -> tuple[inputs.Job, Settings]:
 
 
 def prepare(settings: Settings, run: Run, job: inputs.Job) -> None:
-    """Start the setup clock, wait for the device, bring the weights."""
+    """Start the setup clock, wait for the device, and, all else being ready, for the weights."""
     run.publisher.beat(f"{settings.mode}_start")
     job.setup_began = time.monotonic()
     # Of an earlier run in this folder, whose checkpoints rotation would count.
     shutil.rmtree(settings.output_dir, ignore_errors=True)
     card = recipe.catalog_model(settings.model).required_vram_gb(settings.job.algorithm)
-    gpu.wait_for_gpu(settings.device, min_vram_gb=card)
-    with run.publisher.counting("bytes", weights.cache_bytes):
-        download_seconds = weights.prefetch(job.plan, settings)
+    with run.publisher.counting("bytes", prefetch.cache_bytes):
+        gpu.wait_for_gpu(settings.device, min_vram_gb=card)
+        trainers.import_stack(settings)
+        job.adapter = warm_start.fetch(settings, job.plan)
+        download_seconds = job.prefetch.wait()
     job.note(download_seconds=download_seconds)
     run.publisher.beat(
         "model_prefetched",
@@ -278,7 +280,7 @@ def check(env: MutableMapping[str, str], out: TextIO) -> None:
         raise problem
     settings = rules.resolve(env, identity)
     export_token(env, identity)
-    job, settings = inputs.load(settings, redactor(identity.secrets), [])
+    job, settings = inputs.load(settings, redactor(identity.secrets), [], download=False)
     if settings.mode == "sft":
         _, rows, batch = inputs.for_sft(settings, job)
         lengths = [len(row.ids) for row in rows]

@@ -102,6 +102,7 @@ def engine(folder: str, sync: str) -> Any:
         eager=True,
         sleep=False,
         text_only=False,
+        four_bit=False,
         stop_ids=(),
         seed=0,
     )

@@ -93,6 +93,17 @@ def check_weights(settings: Settings) -> None:
         and settings.origins.get("AUTOSLM_QUANT_REPO") == "variable"
     ):
         log.warning("AUTOSLM_QUANT_REPO=%s is not used: the tier is bf16", settings.quant_repo)
+    if settings.quant == "4bit-qlora" and settings.mode == "rl" and settings.rl_use_vllm:
+        if settings.device == "cpu":
+            raise SettingsError(
+                "RL_USE_VLLM=on: vLLM's CPU build has no 4-bit weights; set RL_USE_VLLM=0 with"
+                " AUTOSLM_QUANT=4bit-qlora"
+            )
+        if settings.rl_adapter_sync == "merge":
+            raise SettingsError(
+                "RL_ADAPTER_SYNC=merge: an adapter cannot be added to 4-bit weights; use"
+                " RL_ADAPTER_SYNC=adapter with AUTOSLM_QUANT=4bit-qlora"
+            )
 
 
 def check_folders(settings: Settings) -> None:
@@ -108,7 +119,6 @@ def check_not_yet(settings: Settings) -> None:
     """Refuse what the contract names and this version does not do, rather than ignore it."""
     unsupported = {
         f"WORLD_SIZE={settings.processes}": settings.processes > 1,
-        f"AUTOSLM_QUANT={settings.quant} (set it to bf16)": settings.quant != "bf16",
         f"AUTOSLM_EVAL_EVERY_STEPS={settings.eval_every_steps}": settings.eval_every_steps > 0,
         "AUTOSLM_MERGE=on": settings.merge,
         f"AUTOSLM_REPORT_TO={','.join(settings.report_to)}": bool(settings.report_to),

@@ -1,7 +1,7 @@
 """Which weights a run loads, from where, in which precision, and which modules get an adapter."""
 
+import importlib.util
 import logging
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from job.settings import Settings, SettingsError
 log = logging.getLogger(__name__)
 
 IGNORED_FILES = ["*.pth", "*.gguf", "original/*", "*.onnx", "*.msgpack", "*.h5"]
+FAST_KERNELS = "flash-linear-attention==0.6.0"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MULTIMODAL_TYPES = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_6"})
 # A text-only engine rejects an adapter on any of these. A pattern, as peft's list form only matches suffixes.
@@ -23,11 +24,26 @@ class ModelUnreachable(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a model comes from: one repository or two, at resolved commits; None for a folder."""
+
+    base: str
+    source: str
+    base_commit: str | None
+    commit: str | None
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.source).is_dir()
+
+
+@dataclass(frozen=True)
 class WeightsPlan:
     """The one plan that every load of a run follows.
 
     `base` is the model id that names tokenizer and template; `source` holds the weights; `commit` is the
-    resolved revision of `source` on the Hub, None for a local folder.
+    resolved revision of `source` on the Hub, None for a local folder. `is_quantised` says that the weights in
+    `source` are 4-bit already; `reentrant` that gradient checkpointing must be.
     """
 
     base: str
@@ -39,6 +55,9 @@ class WeightsPlan:
     vocab_size: int
     context_length: int
     kv_bytes_per_token: int
+    four_bit: bool = False
+    is_quantised: bool = False
+    reentrant: bool = False
 
     @property
     def is_multimodal(self) -> bool:
@@ -63,7 +82,20 @@ class WeightsPlan:
     def model_init_kwargs(self, settings: Settings) -> dict[str, Any]:
         """Keyword arguments of every load: precision, no device map, packing's attention."""
         attention = {"attn_implementation": "flash_attention_2"} if settings.sft_packing else {}
-        return {"dtype": self.dtype, "device_map": None, **attention}
+        return {"dtype": self.dtype, "device_map": None, **self._quantisation(), **attention}
+
+    def _quantisation(self) -> dict[str, Any]:
+        if not self.four_bit or self.is_quantised:
+            return {}
+        from transformers import BitsAndBytesConfig
+
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=self.dtype,
+        )
+        return {"quantization_config": config}
 
     def lora_config(self, settings: Settings) -> Any:
         """The peft configuration of a fresh adapter."""
@@ -80,8 +112,8 @@ class WeightsPlan:
         )
 
 
-def plan_weights(settings: Settings, pinned: str | None = None) -> WeightsPlan:
-    """Resolve the model to a commit and read its config; raises SettingsError when it cannot be had.
+def locate(settings: Settings, pinned: str | None = None) -> Origin:
+    """Resolve the model to a commit; raises SettingsError when it cannot be had.
 
     `pinned` is the commit of an earlier attempt's weights: a resumed run loads the same ones.
     """
@@ -89,20 +121,67 @@ def plan_weights(settings: Settings, pinned: str | None = None) -> WeightsPlan:
     source = settings.quant_repo if settings.quant == "4bit-qlora" and settings.quant_repo else base
     base_commit = _commit(settings, base, (pinned if source == base else None) or revision or None)
     commit = base_commit if source == base else _commit(settings, source, pinned)
-    config = _config(source, commit)
+    return Origin(base, source, base_commit, commit)
+
+
+def plan_weights(settings: Settings, origin: Origin | None = None) -> WeightsPlan:
+    """Read the model's config; raises SettingsError when it cannot be read or is not what the tier says."""
+    origin = origin or locate(settings)
+    config = _config(origin.source, origin.commit)
     text = config.get_text_config()
+    facts = text.to_dict()
+    is_quantised = check_precision(settings, origin.source, config.to_dict().get("quantization_config"))
     dtype = "float32" if settings.device == "cpu" else "bfloat16"
     return WeightsPlan(
-        base=base,
-        source=source,
-        commit=commit,
-        base_commit=base_commit,
+        base=origin.base,
+        source=origin.source,
+        commit=origin.commit,
+        base_commit=origin.base_commit,
         dtype=dtype,
         model_type=config.model_type,
         vocab_size=text.vocab_size,
         context_length=text.max_position_embeddings,
         kv_bytes_per_token=_kv_bytes_per_token(text, DTYPE_BYTES[dtype]),
+        four_bit=settings.quant == "4bit-qlora",
+        is_quantised=is_quantised,
+        # Mixtures of experts and Gated DeltaNet fail in their first backward pass otherwise.
+        reentrant=bool(facts.get("num_experts") or facts.get("num_local_experts"))
+        or "linear_attention" in (facts.get("layer_types") or ()),
     )
+
+
+def warn_slow_kernels(plan: WeightsPlan, settings: Settings) -> None:
+    """Warn where Gated DeltaNet layers would run on reference code: steps take 2 to 3 times as long."""
+    if settings.device == "cuda" and plan.is_multimodal and importlib.util.find_spec("fla") is None:
+        log.warning(
+            "%s has Gated DeltaNet layers, and without flash-linear-attention they run on slow reference"
+            " code; pip install %s",
+            plan.base,
+            FAST_KERNELS,
+        )
+
+
+def check_precision(settings: Settings, source: str, quantisation: dict[str, Any] | None) -> bool:
+    """Whether the weights are 4-bit already; SettingsError when they are not what the tier says."""
+    if quantisation is None:
+        if settings.quant == "4bit-qlora" and settings.quant_repo:
+            raise SettingsError(
+                f"AUTOSLM_QUANT_REPO={source!r}: its weights are not quantised; leave it empty, and the"
+                " model's own are quantised when they are loaded"
+            )
+        return False
+    if settings.quant == "bf16":
+        raise SettingsError(
+            f"JobSpec model={source!r}: its weights are quantised; set AUTOSLM_QUANT=4bit-qlora, or name the"
+            " model they were made from"
+        )
+    if not quantisation.get("load_in_4bit"):
+        method = quantisation.get("quant_method")
+        raise SettingsError(
+            f"AUTOSLM_QUANT=4bit-qlora: the weights of {source!r} are quantised by {method!r}, and only"
+            " bitsandbytes 4-bit can be trained on"
+        )
+    return True
 
 
 def _kv_bytes_per_token(config: Any, dtype_bytes: int) -> int:
@@ -172,26 +251,3 @@ def _config(source: str, commit: str | None) -> Any:
         raise SettingsError(
             f"JobSpec model={source!r}: its configuration cannot be read ({cause})"
         ) from error
-
-
-def prefetch(plan: WeightsPlan, settings: Settings) -> float:
-    """Bring the weights into the cache; returns seconds to 0.1. A failure only warns: loading decides."""
-    if plan.is_local:
-        return 0.0
-    import httpx2
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    api, began = HfApi(endpoint=settings.endpoint or None, token=settings.token or None), time.monotonic()
-    try:
-        api.snapshot_download(plan.source, revision=plan.commit, ignore_patterns=IGNORED_FILES)
-    except (HfHubHTTPError, httpx2.HTTPError, LocalEntryNotFoundError, OSError) as error:
-        log.warning("prefetch of %s failed, going on: %s", plan.source, error)
-    return round(time.monotonic() - began, 1)
-
-
-def cache_bytes() -> int:
-    """Bytes in the Hub cache, finished or not: what a download's pings count."""
-    from huggingface_hub import constants
-
-    return sum(path.lstat().st_size for path in Path(constants.HF_HUB_CACHE).rglob("blobs/*"))

@@ -64,6 +64,19 @@ def plug_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     return plug
 
 
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that puts a program of this name, with this body, first in the path."""
+
+    def install(body: str) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{body}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
 def waited(card: Card) -> list[float]:
     """The pauses of a wait; each moves the card on to its next answer."""
     naps: list[float] = []
@@ -133,6 +146,35 @@ def test_a_driver_that_recovers_in_time(plug_in):
     assert waited(card) == [10.0, 10.0]
 
 
+# --- the driver ---
+
+
+@pytest.mark.parametrize("answer", ["off", RuntimeError("The NVIDIA driver on your system is too old")])
+def test_a_driver_that_is_too_old_is_told_at_once(plug_in, nvidia_smi, answer):
+    card = plug_in(answer)
+    nvidia_smi('printf "570.86.15\\n570.86.15\\n"')
+    with pytest.raises(GpuNotReady) as caught:
+        waited(card)
+    assert str(caught.value) == (
+        "GPU never became ready: the NVIDIA driver is 570.86.15, torch 2.13.0 with CUDA 13.0 needs 580 or"
+        " newer; rent a machine with a newer driver"
+    )
+    assert card.naps == []
+
+
+def test_an_old_driver_with_a_card_that_works_all_the_same_is_let_through(plug_in, nvidia_smi):
+    nvidia_smi('echo "570.86.15"')
+    assert waited(plug_in(None)) == []
+
+
+@pytest.mark.parametrize(
+    "said", ["580.65.06", "595.10", "NVIDIA-SMI has failed because it could not communicate", ""]
+)
+def test_a_driver_that_may_do_is_waited_for(plug_in, nvidia_smi, said):
+    nvidia_smi(f'echo "{said}"')
+    assert waited(plug_in("off", "off", None)) == [10.0, 10.0]
+
+
 # --- out of memory ---
 
 FULL = (
@@ -173,19 +215,6 @@ def test_without_torch_nothing_is_torchs(monkeypatch):
 
 
 # --- diagnostics ---
-
-
-@pytest.fixture
-def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that puts a program of this name, with this body, first in the path."""
-
-    def install(body: str) -> None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n{body}\n")
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-
-    return install
 
 
 def test_diagnostics_name_versions_device_and_driver(plug_in, nvidia_smi):

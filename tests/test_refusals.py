@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from delivery import publisher
+from delivery import patience
 from tests import harness
 from tests.harness import Finished, strict
 from tests.hub_server import HubServer
@@ -137,7 +140,7 @@ def cases() -> list[Any]:
 
 @pytest.fixture
 def hub() -> Any:
-    """A Hub with the private dataset acme/runs and a model that nobody may fetch."""
+    """A Hub with the private dataset acme/runs and a model without files."""
     with HubServer(tokens={TOKEN}, outsiders={"hf_reader_of_refusals"}) as server:
         server.create_repo("acme/runs", kind="dataset", private=True)
         server.create_repo("acme/tiny")
@@ -191,7 +194,9 @@ def check_reported(
 
 
 def nothing_fetched(hub: HubServer) -> bool:
-    return not [one.path for one in hub.requests if "/resolve/" in one.path]
+    """Nothing of the model, that is: the store is asked for DONE, the prefetch finds a bare repository."""
+    files = [one.path for one in hub.requests if "/resolve/" in one.path]
+    return all(path.startswith("/datasets/") or path.endswith("/.gitattributes") for path in files)
 
 
 @pytest.mark.parametrize(("spec", "more", "pattern"), cases())
@@ -279,7 +284,7 @@ def test_a_run_without_rows_is_refused(
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses between the tries of an upload."""
-    monkeypatch.setattr(publisher, "ORDINARY_PAUSE_S", 0.0)
+    monkeypatch.setattr(patience, "PAUSE_S", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -390,4 +395,31 @@ def test_the_process_exits_with_1_after_one_line(
     assert "Traceback" not in ended.err
     beat = check_reported(env, stored(hub, env), pattern)
     assert ended.beats[-1] == beat
+    assert nothing_fetched(hub)
+
+
+def test_an_environment_is_refused_while_the_weights_are_on_their_way(
+    hub: HubServer, tmp_path: Path, run_worker: Callable[[dict[str, str]], Finished]
+) -> None:
+    hub.push("acme/tiny", {"model.safetensors": os.urandom(6_000_000)})
+    hub.bytes_per_second = 10_000  # ten minutes
+    env = asked(hub, tmp_path, environment("toy-broken"), {})
+    began = time.monotonic()
+    ended = run_worker(env)
+    assert ended.code == 1 and ended.stages == ["boot", "error_sft"]
+    check_reported(env, stored(hub, env), r"'toy-broken' cannot be loaded")
+    assert any(one.path.endswith("/model.safetensors") for one in hub.requests)
+    assert time.monotonic() - began < 120
+
+
+def test_weights_that_do_not_fit_the_disk_are_refused_before_they_are_fetched(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.push("acme/tiny", {"model.safetensors": os.urandom(1_200_000), "model.onnx": os.urandom(900_000)})
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=200_000))
+    env = asked(hub, tmp_path, {}, {})
+    ended = harness.run_main(env)
+    assert isinstance(ended.error, ValueError) and "\n" not in str(ended.error)
+    pattern = r"HF_HOME: 0\.0 GB are free in /.*'acme/tiny' need 0\.0 GB more; .*larger volume.*gpu\.disk_gb"
+    check_reported(env, stored(hub, env), pattern)
     assert nothing_fetched(hub)

@@ -64,7 +64,7 @@ def run(tiny_model: Path, store: Path, tmp_path: Path) -> Callable[..., Finished
 
 
 def load(settings: Any, plan: Any) -> Any:
-    return warm_start.load(settings, plan, warm_start.fetch(settings))
+    return warm_start.load(settings, plan, warm_start.fetch(settings, plan))
 
 
 def plainly_loaded(model: Path, store: Path) -> Any:

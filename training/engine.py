@@ -50,6 +50,7 @@ class EngineOptions:
     eager: bool
     sleep: bool
     text_only: bool
+    four_bit: bool
     stop_ids: tuple[int, ...]
     seed: int
 
@@ -281,6 +282,8 @@ def engine_arguments(
         arguments |= {"enable_lora": True, "max_lora_rank": served, "max_loras": 1, "max_cpu_loras": 1}
     if options.text_only:
         arguments["language_model_only"] = True
+    if options.four_bit:
+        arguments["quantization"] = "bitsandbytes"
     return arguments
 
 

@@ -19,6 +19,10 @@ DEAD_DRIVER_WORDS = (
 )
 
 
+# Major version of CUDA: the first major version of the Linux driver that runs it.
+NEEDED_DRIVER = {"12": 525, "13": 580}
+
+
 class GpuNotReady(RuntimeError):
     """No usable GPU on this machine: another machine may have one."""
 
@@ -35,6 +39,7 @@ def wait_for_gpu(device: str, sleep: Callable[[float], None] = time.sleep, *, mi
         if not reason:
             return
         log.warning("GPU not ready, try %d of %d: %s", attempt, TRIES, reason)
+        check_driver()
         dead = any(word in reason.lower() for word in DEAD_DRIVER_WORDS)
         if dead and attempt >= DEAD_DRIVER_TRIES:
             break
@@ -51,6 +56,23 @@ def check_memory(min_vram_gb: int) -> None:
     if found_gb < MEMORY_TOLERANCE * min_vram_gb:
         raise GpuNotReady(
             f"GPU never became ready: it has {found_gb:.0f} GB of memory, the model needs {min_vram_gb} GB"
+        )
+
+
+def check_driver() -> None:
+    """Refuse a driver that no wait makes new enough for torch's CUDA; silent where nobody names it.
+
+    Only asked when the card does not work: data-centre cards can run newer CUDA on an older driver.
+    """
+    import torch
+
+    cuda = torch.version.cuda or ""
+    needed, found = NEEDED_DRIVER.get(cuda.partition(".")[0]), _ask_nvidia_smi("driver_version")
+    major = found.partition(".")[0]
+    if needed and major.isdigit() and int(major) < needed:
+        raise GpuNotReady(
+            f"GPU never became ready: the NVIDIA driver is {found.split()[0]}, torch {torch.__version__} with"
+            f" CUDA {cuda} needs {needed} or newer; rent a machine with a newer driver"
         )
 
 
@@ -97,13 +119,13 @@ def _torch_facts() -> str:
 
 
 def _nvidia_smi() -> str:
+    return _ask_nvidia_smi("driver_version,name,memory.used,memory.total")
+
+
+def _ask_nvidia_smi(fields: str) -> str:
     if shutil.which("nvidia-smi") is None:
         return "no nvidia-smi"
-    query = [
-        "nvidia-smi",
-        "--query-gpu=driver_version,name,memory.used,memory.total",
-        "--format=csv,noheader",
-    ]
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError) as error:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import recipe
@@ -12,9 +13,10 @@ from delivery.hub_client import set_hub_timeouts
 from job import dataset, rules
 from job.chat import Chat, Row, load_tokenizer
 from job.environment import Environment, fingerprint
+from job.prefetch import Prefetch, check_room
 from job.scoring import Scorer
 from job.settings import Settings
-from job.weights import WeightsPlan, plan_weights
+from job.weights import WeightsPlan, locate, plan_weights, warn_slow_kernels
 from training import conversations, trainers
 
 
@@ -27,6 +29,8 @@ class Job:
     metrics: RunMetrics
     found: list[Manifest]
     redact: Callable[[str], str]
+    prefetch: Prefetch
+    adapter: Path | None = None
     setup_began: float = 0.0
     resumed_from: Manifest | None = None
     determinants: dict[str, Any] = field(default_factory=dict)  # of what is learnt
@@ -50,17 +54,26 @@ class Job:
         self.metrics.notes |= facts
 
 
-def load(settings: Settings, redact: Callable[[str], str], found: list[Manifest]) -> tuple[Job, Settings]:
+def load(
+    settings: Settings, redact: Callable[[str], str], found: list[Manifest], *, download: bool = True
+) -> tuple[Job, Settings]:
     """Load the environment and look the model up; returns the settings fitted to the model's context.
 
     `found` are the checkpoints of earlier attempts, newest first: their model's commit is this one's too.
+    With `download` the weights are on their way from here on; what is refused later has not waited for them.
     """
     spec = settings.job
     set_hub_timeouts()
+    origin = locate(settings, found[0].model_commit if found else None)
+    check_room(origin, settings)
+    prefetch = Prefetch(origin, settings)
+    if download:
+        prefetch.start()
     env = Environment.load(spec.environment.id, spec.environment.params)
-    plan = plan_weights(settings, found[0].model_commit if found else None)
+    plan = plan_weights(settings, origin)
+    warn_slow_kernels(plan, settings)
     metrics = RunMetrics(arm=settings.arm, phase=settings.phase, seed=settings.seed, model_id=settings.model)
-    job = Job(env, plan, metrics, found, redact)
+    job = Job(env, plan, metrics, found, redact, prefetch)
     job.note(
         renderer="verifiers",
         thinking=settings.thinking,

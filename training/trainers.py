@@ -3,6 +3,7 @@
 What they lack is written as mixins: inheriting from TRL's classes here would import torch with this module.
 """
 
+import importlib
 import logging
 import math
 import sys
@@ -27,6 +28,14 @@ from training.saving import SavingTrainer
 log = logging.getLogger(__name__)
 
 DISAGREEMENT_NATS = 1.0  # bf16 noise is below 0.1
+
+
+def import_stack(settings: Settings) -> None:
+    """Import what building a trainer will: seconds that would otherwise come after the weights are there."""
+    kinds = {"sft": ("trl.trainer.sft_trainer",), "rl": ("trl.trainer.grpo_trainer",)}
+    served = ("vllm.entrypoints.llm",) if settings.mode == "rl" and settings.rl_use_vllm else ()
+    for name in ("peft", *kinds[settings.mode], *served):
+        importlib.import_module(name)
 
 
 def sft_trainer(
@@ -132,7 +141,7 @@ def common_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch)
         "bf16": plan.dtype == "bfloat16",
         "use_cpu": not on_gpu,
         "gradient_checkpointing": on_gpu,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if on_gpu else None,
+        "gradient_checkpointing_kwargs": {"use_reentrant": plan.reentrant} if on_gpu else None,
         "model_init_kwargs": plan.model_init_kwargs(settings),
         "report_to": [],
         "logging_nan_inf_filter": False,  # it would log the mean of earlier losses instead of the NaN
@@ -226,6 +235,7 @@ def engine_options(settings: Settings, plan: WeightsPlan, chat: Chat) -> engine.
         eager=settings.rl_vllm_eager,
         sleep=sleeps(settings),
         text_only=settings.text_only and plan.is_multimodal,
+        four_bit=plan.four_bit,
         stop_ids=tuple(chat.stop_ids),
         seed=settings.seed,
     )

@@ -25,9 +25,8 @@ class AdapterProblem(ValueError):
     """An adapter that cannot be gone on from."""
 
 
-def policy(settings: Settings, plan: WeightsPlan) -> Any:
-    """The model that has the adapter of `train.init_from_adapter` already, None for a fresh run."""
-    folder = fetch(settings)
+def policy(settings: Settings, plan: WeightsPlan, folder: Path | None) -> Any:
+    """The model that has the fetched adapter already, None for a fresh run."""
     if folder is None:
         return None
     model = load(settings, plan, folder)
@@ -50,8 +49,11 @@ def adapter_store(settings: Settings) -> Store | None:
     return open_store(repo, settings.store_dir, parts["prefix"], settings.token, settings.endpoint)
 
 
-def fetch(settings: Settings) -> Path | None:
-    """Bring the adapter's files into the work folder; AdapterProblem when config or weights are missing."""
+def fetch(settings: Settings, plan: WeightsPlan) -> Path | None:
+    """Bring the adapter's files into the work folder; AdapterProblem when they cannot be this run's.
+
+    All that shows without the base model is refused here.
+    """
     store = adapter_store(settings)
     if store is None:
         return None
@@ -64,14 +66,12 @@ def fetch(settings: Settings) -> Path | None:
     folder.mkdir(parents=True)
     for name in (CONFIG, WEIGHTS):
         ask_again(store.fetch)(f"adapter/{name}", folder / name)
+    check(settings, plan, folder)
     return folder
 
 
-def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
-    """Return the base model with the adapter as its one trainable part, proven to be really there."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from trl.trainer.utils import create_model_from_path
-
+def check(settings: Settings, plan: WeightsPlan, folder: Path) -> None:
+    """Refuse another base and another rank; warn about another alpha."""
     config, saved = _read(settings, folder)
     base_id, rank = config.get("base_model_name_or_path") or "", config.get("r")
     if base_id != plan.base and not plan.is_local and not Path(base_id).exists():
@@ -91,6 +91,14 @@ def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
         raise _problem(
             settings, f"its config says rank {rank}, but {wrong[0]} has rank {saved[wrong[0]].shape[0]}"
         )
+
+
+def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
+    """Return the base model with the adapter as its one trainable part, proven to be really there."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from trl.trainer.utils import create_model_from_path
+
+    _, saved = _read(settings, folder)
     try:
         base = create_model_from_path(plan.snapshot(), **plan.model_init_kwargs(settings))
         model = PeftModel.from_pretrained(base, str(folder), is_trainable=True)

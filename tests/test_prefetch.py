@@ -1,0 +1,117 @@
+"""Weights that are on their way while the rest of a start goes on, from a real local Hub."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job import prefetch
+from job.prefetch import Prefetch, missing_bytes
+from job.settings import Settings
+from job.weights import Origin
+from spec import JobSpec
+from tests.harness import Finished
+from tests.hub_server import HubServer
+
+pytestmark = pytest.mark.slow
+
+WEIGHTS = 300_000
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache for this process's Hub client."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def origin(hub: HubServer) -> Origin:
+    hub.create_repo("acme/tiny")
+    files = {"config.json": b"{}", "model.safetensors": os.urandom(WEIGHTS), "model.onnx": os.urandom(5000)}
+    commit = hub.push("acme/tiny", files).id
+    return Origin("acme/tiny", "acme/tiny", commit, commit)
+
+
+@pytest.fixture
+def settings(hub: HubServer) -> Settings:
+    spec = JobSpec.parse({"environment": {"id": "x"}, "model": "acme/tiny"})
+    return Settings.read({"HF_ENDPOINT": hub.url, "AUTOSLM_DEVICE": "cpu"}, spec)
+
+
+def test_a_download_is_timed_by_itself_however_late_it_is_waited_for(hub, cache, origin, settings):
+    coming = Prefetch(origin, settings)
+    coming.start()
+    time.sleep(2.5)
+    began = time.monotonic()
+    assert coming.wait() < 2 and coming.wait() == coming.wait()
+    assert time.monotonic() - began < 0.5
+    assert (cache / "models--acme--tiny" / "snapshots" / origin.commit / "model.safetensors").is_file()
+    assert WEIGHTS <= prefetch.cache_bytes() < WEIGHTS + 5000
+
+
+def test_a_slow_download_is_waited_for(hub, cache, origin, settings):
+    hub.bytes_per_second = WEIGHTS / 2
+    coming = Prefetch(origin, settings)
+    coming.start()
+    assert 1.5 <= coming.wait() < 10
+
+
+def test_a_download_that_was_never_begun_and_one_of_a_folder_take_no_time(cache, origin, settings, tmp_path):
+    assert Prefetch(origin, settings).wait() == 0.0
+    here = Prefetch(Origin(str(tmp_path), str(tmp_path), None, None), settings)
+    here.start()
+    assert here.wait() == 0.0
+
+
+def test_a_failed_download_only_warns(hub, cache, origin, settings, caplog):
+    gone = Prefetch(Origin("acme/tiny", "acme/gone", None, "0" * 40), settings)
+    gone.start()
+    gone.wait()
+    assert "prefetch of acme/gone failed, going on" in caplog.text
+
+
+def test_only_what_the_cache_lacks_has_to_fit(hub, cache, origin, settings):
+    attributes = len(hub.files("acme/tiny").get(".gitattributes", b""))
+    everything = WEIGHTS + len(b"{}") + attributes
+    assert missing_bytes(origin, settings, cache) == everything  # and no model.onnx
+    coming = Prefetch(origin, settings)
+    coming.start()
+    coming.wait()
+    assert missing_bytes(origin, settings, cache) == 0
+    newer = hub.push("acme/tiny", {"more.safetensors": os.urandom(7000)}).id
+    assert missing_bytes(Origin("acme/tiny", "acme/tiny", newer, newer), settings, cache) == 7000
+
+
+def test_a_hub_that_cannot_be_asked_does_not_decide_about_room(hub, cache, origin, settings):
+    lost = Origin("acme/tiny", "acme/gone", None, "0" * 40)
+    assert missing_bytes(lost, settings, cache) == 0
+
+
+def test_a_run_goes_through_its_imports_while_the_weights_come(
+    hub: HubServer,
+    tiny_model: Path,
+    tmp_path: Path,
+    job: Callable[..., dict[str, str]],
+    run_worker: Callable[[dict[str, str]], Finished],
+) -> None:
+    hub.add_folder("acme/tiny", tiny_model)
+    seconds = 8.0
+    hub.bytes_per_second = (tiny_model / "model.safetensors").stat().st_size / seconds
+    more: dict[str, Any] = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_test", "SFT_MAX_STEPS": 1}
+    ended = run_worker(job(model="acme/tiny", **more))
+    assert ended.code == 0, ended.err[-2000:]
+    assert ended.stages[:4] == ["boot", "sft_start", "model_prefetched", "sft_model_load"]
+    boot, start, fetched = ended.beats[:3]
+    assert fetched["download_seconds"] >= seconds - 1
+    since = time.time() - time.monotonic()
+    asked_at = next(one.at + since for one in hub.requests if one.path.endswith("/model.safetensors"))
+    assert boot["ts"] < asked_at < start["ts"]  # while the environment was being loaded
+    assert fetched["ts"] > asked_at + seconds - 1
