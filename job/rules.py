@@ -100,12 +100,13 @@ def check_weights(settings: Settings) -> None:
     if settings.quant == "4bit-qlora" and settings.mode == "rl" and settings.rl_use_vllm:
         if settings.device == "cpu":
             raise SettingsError(
-                "RL_USE_VLLM=on: vLLM's CPU build has no 4-bit weights; set RL_USE_VLLM=0 with AUTOSLM_QUANT=4bit-qlora"
+                "RL_USE_VLLM=on: vLLM's CPU build has no 4-bit weights; set RL_USE_VLLM=0 with"
+                " AUTOSLM_QUANT=4bit-qlora"
             )
         if settings.rl_adapter_sync == "merge":
             raise SettingsError(
-                "RL_ADAPTER_SYNC=merge: an adapter cannot be added to 4-bit weights; use RL_ADAPTER_SYNC=adapter"
-                " with AUTOSLM_QUANT=4bit-qlora"
+                "RL_ADAPTER_SYNC=merge: an adapter cannot be added to 4-bit weights; use"
+                " RL_ADAPTER_SYNC=adapter with AUTOSLM_QUANT=4bit-qlora"
             )
 
 

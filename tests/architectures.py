@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every architecture that the worker trains, made from the library's own configs."""
+"""Tiny checkpoints of every architecture that the worker trains, made from the library's own configs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "max_position_embeddings": 1024,
     "initializer_range": 0.1,
 }

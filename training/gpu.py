@@ -54,6 +54,20 @@ def check_memory(min_vram_gb: int) -> None:
         )
 
 
+def card_bytes(device: str) -> int | None:
+    """Memory of the first card, known without a driver context; None when there is no card to ask."""
+    if device == "cpu" or shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("nvidia-smi failed: %s", error)
+        return None
+    first = answer.stdout.strip().partition("\n")[0].strip()
+    return int(first) << 20 if first.isdecimal() else None
+
+
 def _why_not() -> str:
     import torch
 
