@@ -92,7 +92,10 @@ class FittingTrainer:
 
 
 class FittingPolicy(FittingTrainer):
-    """The same for GRPO, which also scores its samples without gradients."""
+    """The same for GRPO, whose loss is a mean over samples, and which also scores them without gradients."""
+
+    def _weight(self, share: float) -> float:
+        return share
 
     def _get_per_token_logps_and_entropies(
         self: Any, model: Any, ids: Any, mask: Any, kept: Any, batch_size: int | None = None, **more: Any
