@@ -10,8 +10,9 @@ ThinkingCapability = Literal["hybrid", "always", "none", "unknown"]
 
 MODEL = "Qwen/Qwen3.5-4B"
 QWEN_VOCAB = 248_320
-RL_LOGITS_BUDGET_BYTES = 6_000_000_000
+RL_LOGITS_BUDGET_BYTES = 6_000_000_000  # a quarter of a 24 GB card
 SFT_LOGITS_BUDGET_BYTES = 3_000_000_000  # half a 24 GB card, divided by the four copies that a step holds
+BUDGETS_CARD_BYTES = 24_000_000_000
 FLOAT32_BYTES = 4
 ENGINE_SLACK_TOKENS = 256  # blocks are filled from the start of a sequence
 ENGINE_FREE_SHARE = 0.6  # the rest is for the trainer's activations and logits
@@ -159,12 +160,19 @@ def grpo_batch(prompts: int, group: int, ceiling: int, processes: int = 1) -> Ba
     return _split(_share("train.batch_size (RL_PROMPTS_PER_STEP)", prompts, processes) * group, ceiling)
 
 
-def grpo_completions_ceiling(thinking: bool, length: int, vocab: int) -> int:
-    """Micro-batch ceiling in completions when none is set.
+def sft_logits_budget(card_bytes: int | None) -> float:
+    """Bytes that the logits of a micro-batch may take, in proportion to the card; None: a 24 GB card."""
+    return SFT_LOGITS_BUDGET_BYTES * (card_bytes or BUDGETS_CARD_BYTES) / BUDGETS_CARD_BYTES
+
+
+def grpo_completions_ceiling(thinking: bool, length: int, vocab: int, card_bytes: int | None = None) -> int:
+    """Micro-batch ceiling in completions when none is set; a card below 24 GB lowers it.
 
     `length` is the completion budget, or the whole transcript of a multi-turn rollout, in tokens.
     """
-    return sft_micro_ceiling(RL.completions_per_device(thinking), length, vocab, RL_LOGITS_BUDGET_BYTES)
+    share = min(1.0, (card_bytes or BUDGETS_CARD_BYTES) / BUDGETS_CARD_BYTES)
+    ceiling = RL.completions_per_device(thinking)
+    return sft_micro_ceiling(ceiling, length, vocab, RL_LOGITS_BUDGET_BYTES * share)
 
 
 def _share(knob: str, batch_size: int, processes: int) -> int:

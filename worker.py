@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -177,6 +178,7 @@ def watchers(run: Run, job: inputs.Job) -> list[Any]:
 
 def train(run: Run, job: inputs.Job, trainer: Any, progress: Any, checkpoint: Path | None) -> None:
     """Train, timed, until the target or until the machine is taken away."""
+    trainer.announce = partial(run.publisher.beat, "micro_batch_halved")
 
     def passes() -> int:
         return progress.micro_steps + trainer.sampling_passes
@@ -189,6 +191,7 @@ def train(run: Run, job: inputs.Job, trainer: Any, progress: Any, checkpoint: Pa
             saving.save_now(trainer, run.preemption.left_s())
             raise
     run.publisher.hurry()
+    job.note(micro_batch=trainer.micro_batch)
     job.account(run.tally, run.attempt)
 
 

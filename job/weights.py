@@ -19,6 +19,16 @@ MULTIMODAL_TYPES = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_6"})
 EXCLUDED_MODULES = r"(.*\.)?(visual|vision_tower|multi_modal_projector|mtp)(\..*)?"
 
 
+# For some mixtures of experts peft takes `all-linear` for their experts and router too. vLLM 0.29 serves such
+# an adapter as another one: it splits gate and up by even and odd rows, and has no room for their rank.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERT_TARGETS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"})
+
+
+class WeightsProblem(ValueError):
+    """Weights that are not the whole model."""
+
+
 class ModelUnreachable(RuntimeError):
     """The Hub could not be asked for a model that is not in the cache."""
 
@@ -57,6 +67,7 @@ class WeightsPlan:
     kv_bytes_per_token: int
     four_bit: bool = False
     is_quantised: bool = False
+    has_experts: bool = False
     reentrant: bool = False
 
     @property
@@ -78,6 +89,21 @@ class WeightsPlan:
         from huggingface_hub import snapshot_download
 
         return snapshot_download(self.source, revision=self.commit, ignore_patterns=IGNORED_FILES)
+
+    def load(self, settings: Settings) -> Any:
+        """The base model; WeightsProblem when a tensor is missing, which would be left as random values."""
+        from trl.trainer.utils import create_model_from_path
+
+        model, report = create_model_from_path(
+            self.snapshot(), output_loading_info=True, **self.model_init_kwargs(settings)
+        )
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise WeightsProblem(
+                f"JobSpec model={self.source!r}: its weights lack {len(missing)} of the model's tensors, one"
+                f" is {missing[0]}; use a complete checkpoint"
+            )
+        return model
 
     def model_init_kwargs(self, settings: Settings) -> dict[str, Any]:
         """Keyword arguments of every load: precision, no device map, packing's attention."""
@@ -102,6 +128,11 @@ class WeightsPlan:
         from peft import LoraConfig
 
         targets = settings.lora_targets
+        if targets == "all-linear" and self.has_experts and not self.is_multimodal:
+            targets = ATTENTION
+            log.info(
+                "a mixture of experts: the adapter is on %s, not on experts and router", ", ".join(targets)
+            )
         return LoraConfig(
             r=settings.lora_rank,
             lora_alpha=settings.lora_alpha,
@@ -130,6 +161,8 @@ def plan_weights(settings: Settings, origin: Origin | None = None) -> WeightsPla
     config = _config(origin.source, origin.commit)
     text = config.get_text_config()
     facts = text.to_dict()
+    has_experts = bool(facts.get("num_experts") or facts.get("num_local_experts"))
+    check_experts(settings, has_experts, config.model_type in MULTIMODAL_TYPES)
     is_quantised = check_precision(settings, origin.source, config.to_dict().get("quantization_config"))
     dtype = "float32" if settings.device == "cpu" else "bfloat16"
     return WeightsPlan(
@@ -144,9 +177,9 @@ def plan_weights(settings: Settings, origin: Origin | None = None) -> WeightsPla
         kv_bytes_per_token=_kv_bytes_per_token(text, DTYPE_BYTES[dtype]),
         four_bit=settings.quant == "4bit-qlora",
         is_quantised=is_quantised,
+        has_experts=has_experts,
         # Mixtures of experts and Gated DeltaNet fail in their first backward pass otherwise.
-        reentrant=bool(facts.get("num_experts") or facts.get("num_local_experts"))
-        or "linear_attention" in (facts.get("layer_types") or ()),
+        reentrant=has_experts or "linear_attention" in (facts.get("layer_types") or ()),
     )
 
 
@@ -158,6 +191,23 @@ def warn_slow_kernels(plan: WeightsPlan, settings: Settings) -> None:
             " code; pip install %s",
             plan.base,
             FAST_KERNELS,
+        )
+
+
+def check_experts(settings: Settings, has_experts: bool, is_multimodal: bool) -> None:
+    """Refuse what vLLM cannot serve: a mixture of experts on a CPU, an adapter on experts anywhere."""
+    if not has_experts or settings.mode != "rl" or not settings.rl_use_vllm:
+        return
+    if settings.device == "cpu":
+        raise SettingsError(
+            "RL_USE_VLLM=on: vLLM's CPU build cannot give a mixture of experts new weights, as adapter or"
+            " merged; set RL_USE_VLLM=0"
+        )
+    named = [one for one in settings.lora_targets if one.rpartition(".")[2] in EXPERT_TARGETS]
+    if named and not isinstance(settings.lora_targets, str) and not is_multimodal:
+        raise SettingsError(
+            f"LORA_TARGETS={','.join(settings.lora_targets)}: vLLM cannot serve an adapter on experts or"
+            f" router; leave out {', '.join(named)}, or set RL_USE_VLLM=0"
         )
 
 

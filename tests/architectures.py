@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every architecture that the worker trains, made from the library's own configs."""
+"""Tiny checkpoints of every architecture that the worker trains, made from the library's own configs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "max_position_embeddings": 1024,
     "initializer_range": 0.1,
 }
@@ -37,7 +37,7 @@ VISION = {
 KINDS = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
 
 
-def build(kind: str, folder: Path) -> Path:
+def build(kind: str, folder: Path, **more: int) -> Path:
     """Write a checkpoint with the demo's tokenizer; two layers, about a hundred thousand parameters."""
     import torch
 
@@ -45,23 +45,23 @@ def build(kind: str, folder: Path) -> Path:
 
     tokenizer = tiny_model.make_tokenizer()
     torch.manual_seed(0)
-    model = make(kind, len(tokenizer), tokenizer.eos_token_id)
+    model = make(kind, len(tokenizer), tokenizer.eos_token_id, **more)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def make(kind: str, vocab_size: int, eos: int) -> Any:
+def make(kind: str, vocab_size: int, eos: int, **more: int) -> Any:
     import transformers as t
 
-    ids = {"vocab_size": vocab_size, "eos_token_id": eos, "bos_token_id": None, "pad_token_id": None}
+    ids = {"vocab_size": vocab_size, "eos_token_id": eos, "bos_token_id": None, "pad_token_id": None, **more}
     if kind == "llama":
-        return t.LlamaForCausalLM(t.LlamaConfig(**TEXT, **ids))
+        return t.LlamaForCausalLM(t.LlamaConfig(**{**TEXT, **ids}))
     if kind == "qwen3":
-        return t.Qwen3ForCausalLM(t.Qwen3Config(**TEXT, **ids))
+        return t.Qwen3ForCausalLM(t.Qwen3Config(**{**TEXT, **ids}))
     if kind == "qwen3_moe":
-        return t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**TEXT, **EXPERTS, **ids))
+        return t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**{**TEXT, **EXPERTS, **ids}))
     tokens = {
         "image_token_id": 5,
         "video_token_id": 6,

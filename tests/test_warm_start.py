@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import grpo_trials, harness
+from tests import grpo_trials, harness, sft_trials
 from tests.grpo_trials import Trial
 from tests.harness import Finished, strict
 from tests.hub_server import Fault, HubServer
 from training import warm_start
+from training.midrun import as_callback
 
 pytestmark = pytest.mark.slow
 
@@ -34,8 +36,6 @@ def taught(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store(taught: Path, tmp_path: Path) -> Path:
     """A copy of it that a test may spoil."""
-    import shutil
-
     return Path(shutil.copytree(taught, tmp_path / "store"))
 
 
@@ -163,6 +163,50 @@ def test_a_run_with_kl_delivers_the_trained_adapter_alone(run: Callable[..., Fin
     ).stat().st_size
 
 
+def test_the_reference_is_still_that_adapter_after_a_resume(
+    trial: Callable[..., Trial], store: Path, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    from training import saving
+
+    kept = tmp_path / "kept"
+
+    class Keep:
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                shutil.copytree(Path(args.output_dir) / "checkpoint-2", kept)
+
+    first = trial({"kl_penalty_coef": 0.1, "steps": 4}, RL_USE_VLLM=0, RL_SAVE_STEPS=2)
+    first.trainer.add_callback(as_callback(Keep))
+    first.trainer.train()
+    assert (kept / "ref" / "adapter_model.safetensors").is_file()
+    second = trial({"kl_penalty_coef": 0.1, "steps": 4}, RL_USE_VLLM=0)
+    saving.train(second.trainer, kept)
+    loaded = load_file(store / FROM / "adapter" / "adapter_model.safetensors")
+    reference = {name.replace(".ref.", "."): one for name, one in second.adapter_weights("ref").items()}
+    assert reference.keys() == loaded.keys()
+    assert all(torch.equal(one, loaded[name]) for name, one in reference.items())
+    trained = {name: one for name, one in second.trainer.model.named_parameters() if one.requires_grad}
+    assert trained.keys() == second.adapter_weights().keys()
+    assert second.trainer.state.global_step == 4 and second.logged("kl") == first.logged("kl")
+
+
+def test_sft_goes_on_from_it(tiny_model: Path, store: Path, tmp_path: Path) -> None:
+    import torch
+
+    train = {"lora_rank": 8, "lora_alpha": 16, "init_from_adapter": FROM}
+    env = harness.variables(
+        tmp_path, tiny_model, "toy-words", {"train": train, "run_id": "r2"}, SFT_MAX_STEPS=10
+    )
+    made = sft_trials.build(env, policy=load)
+    plain = plainly_loaded(tiny_model, store)
+    assert torch.equal(sft_trials.logits(made.trainer.model), sft_trials.logits(plain))
+    ended = harness.run_main(env)
+    assert ended.error is None, ended.error
+
+
 # --- it is not there, or not what it says ---
 
 
@@ -207,7 +251,12 @@ def zero_b(weights: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor * ("lora_B" not in name) for name, tensor in weights.items()}
 
 
+def nan_a(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor * (float("nan") if "lora_A" in name else 1) for name, tensor in weights.items()}
+
+
 SPOILT = {
+    "nan": (spoil_weights(nan_a), "holds NaN or infinity: its training failed"),
     "no-weights": (without("adapter_model.safetensors"), "has no adapter_model.safetensors"),
     "no-config": (without("adapter_config.json"), "has no adapter_config.json"),
     "config-unreadable": (overwritten("adapter_config.json", b"{"), "adapter_config.json cannot be read"),

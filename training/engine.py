@@ -95,8 +95,7 @@ class PolicyEngine:
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )
         # TRL tries a few fixed ports: two workers that start on one machine at a time take the same.
-        os.environ.setdefault("MASTER_PORT", str(free_port()))
-        ensure_master_addr_port()
+        ensure_master_addr_port(port=free_port() if self.accelerator.num_processes == 1 else None)
         with kept_random_state():
             self.llm = LLM(**engine_arguments(options, rank, self.max_num_seqs, self._memory()))  # type: ignore[attr-defined]
         self.rank, self.version = rank, 0

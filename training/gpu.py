@@ -76,6 +76,14 @@ def check_driver() -> None:
         )
 
 
+def card_bytes(device: str) -> int | None:
+    """Memory of the first card, known without a driver context; None when there is no card to ask."""
+    if device == "cpu":
+        return None
+    mebibytes = _ask_nvidia_smi("memory.total").partition(" ")[0]
+    return int(mebibytes) << 20 if mebibytes.isdecimal() else None
+
+
 def _why_not() -> str:
     import torch
 

@@ -15,7 +15,7 @@ from job.chat import Chat, Row, load_tokenizer
 from job.environment import Environment, fingerprint
 from job.prefetch import Prefetch, check_room
 from job.scoring import Scorer
-from job.settings import Settings
+from job.settings import Settings, SettingsError
 from job.weights import WeightsPlan, locate, plan_weights, warn_slow_kernels
 from training import conversations, trainers
 
@@ -90,7 +90,7 @@ def load(
 
 def for_sft(settings: Settings, job: Job) -> tuple[Chat, list[Row], recipe.Batch]:
     """Tokenizer, rows and batch: all that can be refused is refused here, before weights are downloaded."""
-    talk = Chat(load_tokenizer(job.plan.base, job.plan.base_commit), settings.thinking)
+    talk = open_chat(settings, job.plan)
     rows, source, counts = dataset.sft_rows(settings, job.env, talk)
     batch = trainers.sft_batch(settings, job.plan)
     job.note(dataset_fingerprint=fingerprint(source), rows=vars(counts), batch=vars(batch))
@@ -98,11 +98,27 @@ def for_sft(settings: Settings, job: Job) -> tuple[Chat, list[Row], recipe.Batch
     return talk, rows, batch
 
 
+def open_chat(settings: Settings, plan: WeightsPlan) -> Chat:
+    """The base model's tokenizer and template; SettingsError when the weights have no room for its tokens."""
+    tokenizer = load_tokenizer(plan.base, plan.base_commit)
+    if tokenizer.eos_token is None:
+        raise SettingsError(
+            f"JobSpec model={plan.base!r}: its tokenizer names no end-of-sequence token, so no answer would"
+            " ever end; set eos_token in its tokenizer_config.json"
+        )
+    if len(tokenizer) > plan.vocab_size:
+        raise SettingsError(
+            f"JobSpec model={plan.base!r}: its tokenizer has {len(tokenizer)} tokens, the weights of"
+            f" {plan.source!r} have embeddings for {plan.vocab_size}; resize them, or take out the added ones"
+        )
+    return Chat(tokenizer, settings.thinking)
+
+
 def for_rl(
     settings: Settings, job: Job, tally: Tally, check: Callable[[], None]
 ) -> tuple[Chat, dataset.Prompts, recipe.Batch, conversations.Way]:
     """Tokenizer, prompts, batch, and how completions come about: the same for GRPO."""
-    talk = Chat(load_tokenizer(job.plan.base, job.plan.base_commit), settings.thinking)
+    talk = open_chat(settings, job.plan)
     prompts = dataset.rl_prompts(settings, job.env, talk)
     batch = trainers.rl_batch(settings, job.plan, job.env, len(prompts.rows))
     way = conversations.plan(settings, job.env, talk, prompts, Scorer(job.env, check), tally)

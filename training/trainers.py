@@ -17,8 +17,9 @@ from job.dataset import Prompts
 from job.environment import Environment
 from job.settings import Settings, SettingsError
 from job.weights import WeightsPlan
-from training import engine
+from training import engine, gpu
 from training.conversations import Way
+from training.fitting import FittingPolicy, FittingTrainer
 from training.midrun import GradientFailure
 from training.preemption import interruptible
 from training.random_streams import by_epoch, sampler_seed, seeded
@@ -49,17 +50,15 @@ def sft_trainer(
 ) -> Any:
     """A TRL `SFTTrainer` over rows that are tokens and labels already: TRL neither renders nor cuts them.
 
-    `policy` is a model that has its adapter already, None for a fresh one.
+    `policy` is a model that has its adapter already; None loads the base and gives it a fresh one.
     """
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     arguments = sft_arguments(settings, plan, batch, len(rows))
-    if policy is not None:
-        arguments["model_init_kwargs"] = None
     columns = {"input_ids": [row.ids for row in rows], "labels": [row.labels for row in rows]}
-    trainer = type("SupervisedTrainer", (SavingTrainer, SFTTrainer), {})(
-        model=plan.snapshot() if policy is None else policy,
+    trainer = type("SupervisedTrainer", (FittingTrainer, SavingTrainer, SFTTrainer), {})(
+        model=plan.load(settings) if policy is None else policy,
         args=SFTConfig(**arguments),
         train_dataset=Dataset.from_dict(columns),
         processing_class=chat.tokenizer,
@@ -106,8 +105,9 @@ def sft_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch, ro
 
 def sft_batch(settings: Settings, plan: WeightsPlan) -> recipe.Batch:
     """Micro-batch and accumulation, after the logits of one micro-batch have been made to fit."""
+    budget = recipe.sft_logits_budget(gpu.card_bytes(settings.device))
     ceiling = recipe.sft_micro_ceiling(
-        settings.sft_per_device_bs, settings.sft_max_length, plan.vocab_size, recipe.SFT_LOGITS_BUDGET_BYTES
+        settings.sft_per_device_bs, settings.sft_max_length, plan.vocab_size, budget
     )
     return recipe.sft_batch(settings.sft_batch_size, ceiling)
 
@@ -122,7 +122,7 @@ def rl_batch(settings: Settings, plan: WeightsPlan, env: Environment, prompts: i
         )
     length = settings.rl_vllm_max_len if env.multi_turn else settings.rl_max_completion
     ceiling = settings.rl_per_device_prompts or recipe.grpo_completions_ceiling(
-        settings.thinking, length, plan.vocab_size
+        settings.thinking, length, plan.vocab_size, gpu.card_bytes(settings.device)
     )
     return recipe.grpo_batch(min(settings.rl_prompts_per_step, prompts), settings.rl_group_size, ceiling)
 
@@ -142,7 +142,6 @@ def common_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch)
         "use_cpu": not on_gpu,
         "gradient_checkpointing": on_gpu,
         "gradient_checkpointing_kwargs": {"use_reentrant": plan.reentrant} if on_gpu else None,
-        "model_init_kwargs": plan.model_init_kwargs(settings),
         "report_to": [],
         "logging_nan_inf_filter": False,  # it would log the mean of earlier losses instead of the NaN
         "disable_tqdm": not sys.stderr.isatty(),
@@ -163,13 +162,11 @@ def grpo_trainer(
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    kind = type("PolicyTrainer", (PolicyTrainer, SavingTrainer, GRPOTrainer), {})
+    kind = type("PolicyTrainer", (PolicyTrainer, FittingPolicy, SavingTrainer, GRPOTrainer), {})
     arguments = {**grpo_arguments(settings, plan, batch), **way.arguments}
-    if policy is not None:
-        arguments["model_init_kwargs"] = None
     with engine.in_place_of_trls(engine_options(settings, plan, chat)):
         trainer = kind(
-            model=plan.snapshot() if policy is None else policy,
+            model=plan.load(settings) if policy is None else policy,
             args=GRPOConfig(**arguments),
             train_dataset=Dataset.from_dict({**prompts.columns, **way.columns}),
             processing_class=chat.tokenizer,

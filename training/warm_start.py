@@ -86,21 +86,16 @@ def check(settings: Settings, plan: WeightsPlan, folder: Path) -> None:
             settings.lora_alpha,
             config.get("lora_alpha"),
         )
-    wrong = [name for name, tensor in saved.items() if "lora_A" in name and tensor.shape[0] != rank]
-    if wrong:
-        raise _problem(
-            settings, f"its config says rank {rank}, but {wrong[0]} has rank {saved[wrong[0]].shape[0]}"
-        )
+    _check_tensors(settings, rank, saved)
 
 
 def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
     """Return the base model with the adapter as its one trainable part, proven to be really there."""
     from peft import PeftModel, get_peft_model_state_dict
-    from trl.trainer.utils import create_model_from_path
 
     _, saved = _read(settings, folder)
+    base = plan.load(settings)
     try:
-        base = create_model_from_path(plan.snapshot(), **plan.model_init_kwargs(settings))
         model = PeftModel.from_pretrained(base, str(folder), is_trainable=True)
     except (RuntimeError, ValueError) as error:
         raise _problem(
@@ -116,6 +111,16 @@ def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
         raise _problem(settings, "every lora_B in it is zero: it was never trained")
     log.info("going on from %s, %d tensors", settings.init_from_adapter, len(loaded))
     return model
+
+
+def _check_tensors(settings: Settings, rank: int, saved: dict[str, Any]) -> None:
+    for name, tensor in saved.items():
+        # The experts of a layer are stacked, each with a multiple of the rank.
+        found = tensor.shape[0] % rank or rank if ".experts." in name else tensor.shape[0]
+        if "lora_A" in name and found != rank:
+            raise _problem(settings, f"its config says rank {rank}, but {name} has rank {tensor.shape[0]}")
+        if not tensor.isfinite().all():
+            raise _problem(settings, f"{name} holds NaN or infinity: its training failed")
 
 
 def _read(settings: Settings, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

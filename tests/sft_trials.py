@@ -1,0 +1,94 @@
+"""SFT trainers made by the worker's own functions, and what both kinds of trainer must leave as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from job import chat, dataset, rules, weights
+from job.environment import Environment
+from job.settings import identify
+from training import trainers
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """An SFT trainer, and what it was made from."""
+
+    settings: Any
+    plan: Any
+    chat: Any
+    trainer: Any
+
+
+def build(
+    env: dict[str, str],
+    *,
+    policy: Callable[[Any, Any], Any] | None = None,
+    batch: Any = None,
+    callbacks: Sequence[Any] = (),
+) -> Trial:
+    """The trainer of a run with these variables; `policy` loads the model from (settings, plan)."""
+    identity, problem = identify(env)
+    assert problem is None, problem
+    settings = rules.resolve(env, identity)
+    loaded = Environment.load(settings.job.environment.id, settings.job.environment.params)
+    plan = weights.plan_weights(settings)
+    settings = rules.fit_context(settings, plan.context_length)
+    talk = chat.Chat(chat.load_tokenizer(plan.base, plan.base_commit), settings.thinking)
+    rows, _, _ = dataset.sft_rows(settings, loaded, talk)
+    batch = batch or trainers.sft_batch(settings, plan)
+    model = policy(settings, plan) if policy else None
+    trainer = trainers.sft_trainer(settings, plan, talk, rows, batch, callbacks, model)
+    return Trial(settings, plan, talk, trainer)
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def logits(model: Any) -> Any:
+    """Logits of fixed token ids, without dropout."""
+    import torch
+
+    ids = torch.arange(20, 60).reshape(2, 20).to(model.device)
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+
+
+def check_base(trial: Any) -> None:
+    """The frozen weights, quantised storage included, are bit for bit those that a fresh load has."""
+    import torch
+
+    fresh = dict(trial.plan.load(trial.settings).named_parameters())
+    named = trial.trainer.model.get_base_model().named_parameters()
+    mine = {name.replace(".base_layer", ""): one for name, one in named if "lora_" not in name}
+    assert mine.keys() == fresh.keys()
+    assert all(one.dtype == fresh[name].dtype for name, one in mine.items())
+    assert [name for name, one in mine.items() if not torch.equal(one, fresh[name])] == []
+
+
+def check_reload(trial: Any, folder: Path) -> None:
+    """The delivered adapter gives the same outputs on a fresh base, and touches nothing that is excluded."""
+    import re
+
+    import torch
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    trainers.save_adapter(trial.trainer, trial.chat.tokenizer, trial.plan, folder)
+    names = list(load_file(folder / "adapter_model.safetensors"))
+    assert names and not [
+        one for one in names if re.search(r"visual|vision_tower|mtp|experts\.|\.gate\.", one)
+    ]
+    reloaded = PeftModel.from_pretrained(trial.plan.load(trial.settings), str(folder))
+    if trial.plan.four_bit:  # as TRL casts the adapter of a 4-bit model
+        for name, one in reloaded.named_parameters():
+            one.data = one.data.to(torch.bfloat16) if "lora_" in name else one.data
+    expected = logits(trial.trainer.model)
+    assert torch.equal(logits(reloaded), expected)
+    with reloaded.disable_adapter():
+        assert not torch.allclose(logits(reloaded), expected, atol=1e-2)

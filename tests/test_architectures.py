@@ -1,0 +1,112 @@
+"""Every architecture of the catalog is trained for real, in both modes, and gives an adapter that is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import recipe
+from job import chat, rules
+from job.settings import identify
+from job.weights import plan_weights
+from tests import architectures, grpo_trials, harness, sft_trials
+from tests.harness import strict
+from training import engine, trainers, warm_start
+
+pytestmark = pytest.mark.slow
+
+FROM = "sft/r1/seed0"
+LORA = {"lora_rank": 8, "lora_alpha": 16}
+TEACH = {"train": {**LORA, "learning_rate": 1e-2, "batch_size": 24}}
+GROUPS = {**LORA, "init_from_adapter": FROM, "temperature": 1.0, "group_size": 8}
+
+
+def warm(settings: Any, plan: Any) -> Any:
+    return warm_start.load(settings, plan, warm_start.fetch(settings))
+
+
+@pytest.fixture(scope="module", params=architectures.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Path:
+    return tmp_path_factory.mktemp(kind)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, kind: str) -> Path:
+    return architectures.build(kind, folder / "model")
+
+
+@pytest.fixture(scope="module")
+def taught(folder: Path, model: Path) -> Any:
+    """A trial that has learnt to answer with a number and to end its turn; its adapter is in the store."""
+    made = sft_trials.build(
+        harness.variables(folder, model, "toy-rewards", TEACH, SFT_EPOCHS=40, SFT_PER_DEVICE_BS=24)
+    )
+    made.trainer.train()
+    sft_trials.check_reload(made, folder / "store" / FROM / "adapter")
+    return made
+
+
+def test_sft_learns_and_leaves_the_base_as_it_was(taught: Any) -> None:
+    first, *_, last = sft_trials.losses(taught.trainer)
+    assert last < 0.7 * first
+    sft_trials.check_base(taught)
+
+
+def test_grpo_goes_on_from_it_with_the_trainers_model(taught: Any, folder: Path, model: Path) -> None:
+    import torch
+
+    train = {**GROUPS, "kl_penalty_coef": 0.01}
+    env = grpo_trials.variables(folder, model, train=train, RL_USE_VLLM=0)
+    made = grpo_trials.build(env, policy=warm)
+    assert torch.equal(sft_trials.logits(made.trainer.model), sft_trials.logits(taught.trainer.model))
+    start = {name: one.detach().clone() for name, one in made.adapter_weights().items()}
+    made.trainer.train()
+    assert made.tally.has_gradient and made.logged("kl")[0] == pytest.approx(0, abs=1e-6)
+    assert any(not torch.equal(one, start[name]) for name, one in made.adapter_weights().items())
+    sft_trials.check_base(made)
+    sft_trials.check_reload(made, folder / "rl-adapter")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe"], indirect=True)
+def test_whole_runs_of_a_multimodal_mixture_of_experts(folder: Path, model: Path, taught: Any) -> None:
+    spec = {"train": {**LORA, "init_from_adapter": FROM}}
+    ended = harness.run_main(harness.variables(folder, model, "toy-rewards", spec, RUN_ID="r2"))
+    assert ended.error is None, ended.error
+    env = grpo_trials.variables(folder, model, train=GROUPS, RL_USE_VLLM=0)
+    ended = harness.run_main(env)
+    assert ended.error is None, ended.error
+    notes = strict((folder / "store/rl/r1/seed0/metrics.json").read_text())["notes"]
+    assert len(notes["reward_history"]) == 3
+
+
+# --- what is not served ---
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("sync", ["adapter", "merge"])
+def test_a_mixture_of_experts_with_vllm_on_a_cpu_is_refused(folder: Path, model: Path, sync: str) -> None:
+    ended = harness.run_main(
+        grpo_trials.variables(folder, model, run_id=f"refused-{sync}", RL_ADAPTER_SYNC=sync)
+    )
+    assert type(ended.error).__name__ == "SettingsError" and "rl_start" not in ended.stages
+    assert "vLLM's CPU build" in str(ended.error) and "set RL_USE_VLLM=0" in str(ended.error)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_multimodal_checkpoint_is_served_as_text(folder: Path, model: Path, kind: str, asked: bool) -> None:
+    env = grpo_trials.variables(folder, model, AUTOSLM_DEVICE="cuda", AUTOSLM_TEXT_ONLY=int(asked))
+    settings = rules.resolve(env, identify(env)[0])
+    plan = plan_weights(settings)
+    talk = chat.Chat(chat.load_tokenizer(plan.base, None), thinking=False)
+    options = trainers.engine_options(settings, plan, talk)
+    arguments = engine.engine_arguments(options, 0, 4, recipe.EngineMemory(1 << 20, 0.5))
+    assert arguments.get("language_model_only", False) is (asked and plan.is_multimodal)
+    assert plan.is_multimodal is kind.startswith("qwen3_5") and plan.reentrant

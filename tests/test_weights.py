@@ -1,0 +1,219 @@
+"""Weights in 4 bits, made on loading or before, and weights that cannot be trained on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from job.settings import SettingsError
+from job.weights import check_experts, check_precision
+from tests import architectures, grpo_trials, harness, sft_trials
+from tests.harness import strict
+from tests.hub_server import HubServer
+from training import warm_start
+
+slow = pytest.mark.slow
+FROM = "sft/r1/seed0"
+LORA = {"lora_rank": 8, "lora_alpha": 16}
+FOUR_BIT = {"AUTOSLM_QUANT": "4bit-qlora"}
+TEACH = {"train": {**LORA, "learning_rate": 1e-2, "batch_size": 24}}
+GROUPS = {**LORA, "temperature": 1.0, "group_size": 8, "kl_penalty_coef": 0.01}
+
+
+# --- refused before anything is spent ---
+
+
+@pytest.mark.parametrize(
+    ("quant", "repo", "found", "message"),
+    [
+        ("bf16", "", {"load_in_4bit": True}, "its weights are quantised; set AUTOSLM_QUANT=4bit-qlora"),
+        ("4bit-qlora", "a/q", None, "AUTOSLM_QUANT_REPO='a/m': its weights are not quantised"),
+        ("4bit-qlora", "a/q", {"quant_method": "gptq"}, "quantised by 'gptq', and only bitsandbytes 4-bit"),
+    ],
+)
+def test_a_precision_that_is_not_what_the_tier_says(
+    quant: str, repo: str, found: dict[str, Any] | None, message: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        check_precision(SimpleNamespace(quant=quant, quant_repo=repo), "a/m", found)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("targets", "fields", "refused"),
+    [
+        (("q_proj", "down_proj"), {}, True),
+        (("q_proj", "mlp.gate"), {}, True),
+        (("q_proj", "o_proj"), {}, False),
+        ("all-linear", {}, False),
+        (("q_proj", "down_proj"), {"rl_use_vllm": False}, False),
+        (("q_proj", "down_proj"), {"mode": "sft"}, False),
+        ("all-linear", {"device": "cpu"}, True),
+    ],
+)
+def test_experts_that_vllm_cannot_serve(targets: Any, fields: dict[str, Any], refused: bool) -> None:
+    plain = {"mode": "rl", "rl_use_vllm": True, "device": "cuda", "lora_targets": targets}
+    settings: Any = SimpleNamespace(**{**plain, **fields})
+    if not refused:
+        check_experts(settings, has_experts=True, is_multimodal=False)
+        return
+    with pytest.raises(SettingsError, match="RL_USE_VLLM=0"):
+        check_experts(settings, has_experts=True, is_multimodal=False)
+    check_experts(settings, has_experts=False, is_multimodal=False)
+
+
+# --- 4 bits ---
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama, a Qwen3, and the Qwen3 with its weights quantised already."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    folder = tmp_path_factory.mktemp("models")
+    for kind in ("llama", "qwen3"):
+        architectures.build(kind, folder / kind)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", quantization_config=how)
+    model.save_pretrained(folder / "qwen3-4bit")
+    AutoTokenizer.from_pretrained(folder / "qwen3").save_pretrained(folder / "qwen3-4bit")
+    return folder
+
+
+def warm(settings: Any, plan: Any) -> Any:
+    return warm_start.load(settings, plan, warm_start.fetch(settings))
+
+
+def is_four_bit(model: Any) -> bool:
+    """Whether every linear layer but the output is in 4 bits."""
+    import bitsandbytes as bnb
+    import torch
+
+    base = {
+        name: one
+        for name, one in model.get_base_model().named_modules()
+        if isinstance(one, torch.nn.Linear) and "lora_" not in name and not name.endswith("lm_head")
+    }
+    return bool(base) and all(isinstance(one, bnb.nn.Linear4bit) for one in base.values())
+
+
+@slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_both_modes_on_4_bit_weights(models: Path, tmp_path: Path, kind: str) -> None:
+    import torch
+
+    more = {"SFT_EPOCHS": 30, "SFT_PER_DEVICE_BS": 24}
+    env = harness.variables(tmp_path, models / kind, "toy-rewards", TEACH, **FOUR_BIT, **more)
+    sft = sft_trials.build(env)
+    assert is_four_bit(sft.trainer.model)
+    sft.trainer.train()
+    first, *_, last = sft_trials.losses(sft.trainer)
+    assert last < 0.7 * first
+    sft_trials.check_base(sft)
+    sft_trials.check_reload(sft, tmp_path / "store" / FROM / "adapter")
+    train = {**GROUPS, "init_from_adapter": FROM}
+    env = grpo_trials.variables(tmp_path, models / kind, train=train, RL_USE_VLLM=0, **FOUR_BIT)
+    rl = grpo_trials.build(env, policy=warm)
+    assert is_four_bit(rl.trainer.model)
+    assert torch.equal(sft_trials.logits(rl.trainer.model), sft_trials.logits(sft.trainer.model))
+    rl.trainer.train()
+    assert rl.tally.has_gradient and rl.logged("kl")[0] == pytest.approx(0, abs=1e-5)
+    sft_trials.check_base(rl)
+    sft_trials.check_reload(rl, tmp_path / "rl-adapter")
+
+
+@slow
+def test_a_pre_quantised_repository_is_what_both_modes_load(models: Path, tmp_path: Path) -> None:
+    more = {"SFT_EPOCHS": 30, "SFT_PER_DEVICE_BS": 24}
+    with HubServer() as hub:
+        for name, folder in (("acme/tiny", "qwen3"), ("acme/tiny-4bit", "qwen3-4bit")):
+            hub.create_repo(name)
+            hub.add_folder(name, models / folder)
+        where = {"AUTOSLM_QUANT_REPO": "acme/tiny-4bit", "HF_ENDPOINT": hub.url, **FOUR_BIT}
+        train = {**GROUPS, "init_from_adapter": FROM}
+        for env in (
+            harness.variables(tmp_path, "acme/tiny", "toy-rewards", TEACH, **where, **more),
+            grpo_trials.variables(tmp_path, "acme/tiny", train=train, RL_USE_VLLM=0, **where),
+        ):
+            ended = harness.start_python(["worker.py"], env, tmp_path / "home")
+            assert ended.code == 0, ended.err
+            (prefetched,) = [one for one in ended.beats if one["stage"] == "model_prefetched"]
+            assert prefetched["model"] == "acme/tiny-4bit"
+    size = (models / "qwen3-4bit" / "model.safetensors").stat().st_size
+    cached = [path.stat().st_size for path in (tmp_path / "home").rglob("blobs/*")]
+    assert [one for one in cached if one >= size] == [size]
+    config = json.loads((tmp_path / "store/rl/r1/seed0/adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "acme/tiny"
+
+
+@slow
+def test_weights_that_are_quantised_already_are_not_quantised_again(models: Path, tmp_path: Path) -> None:
+    env = harness.variables(tmp_path, models / "qwen3-4bit", "toy-rewards", TEACH, **FOUR_BIT)
+    made = sft_trials.build(env)
+    assert made.plan.is_quantised and "quantization_config" not in made.plan.model_init_kwargs(made.settings)
+    assert is_four_bit(made.trainer.model)
+    sft_trials.check_base(made)
+
+
+# --- weights that are not the whole model ---
+
+
+def damaged(models: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(models / "llama", folder / "damaged"))
+
+
+def refusal(folder: Path, model: Path) -> str:
+    ended = harness.run_main(harness.variables(folder, model, "toy-words"))
+    assert isinstance(ended.error, ValueError), ended.error
+    assert "sft_trained" not in ended.stages and "\n" not in str(ended.error)
+    return str(ended.error)
+
+
+@slow
+def test_a_checkpoint_that_lacks_a_tensor(models: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = damaged(models, tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    said = refusal(tmp_path, model)
+    assert "its weights lack 1 of the model's tensors, one is model.layers.1.mlp.up_proj.weight" in said
+
+
+@slow
+def test_a_tokenizer_that_is_larger_than_the_embedding(models: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model = damaged(models, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(model)
+    assert f"its tokenizer has {len(tokenizer)} tokens, the weights of" in refusal(tmp_path, model)
+
+
+@slow
+def test_a_tokenizer_without_end_of_sequence_and_pad(models: Path, tmp_path: Path) -> None:
+    model = damaged(models, tmp_path)
+    path = model / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "eos_token": None, "pad_token": None}))
+    assert "its tokenizer names no end-of-sequence token" in refusal(tmp_path, model)
+
+
+@slow
+def test_another_model_than_the_adapter_was_trained_on(models: Path, tmp_path: Path) -> None:
+    spec = {"train": {**LORA, "batch_size": 8}}
+    ended = harness.run_main(harness.variables(tmp_path, models / "llama", "toy-words", spec))
+    assert ended.error is None, ended.error
+    assert strict((tmp_path / "store" / FROM / "metrics.json").read_text())["notes"]["model_commit"] is None
+    spec = {"train": {**LORA, "init_from_adapter": FROM}, "run_id": "r2"}
+    model = architectures.build("qwen3", tmp_path / "other", hidden_size=128)
+    ended = harness.run_main(harness.variables(tmp_path, model, "toy-words", spec))
+    assert type(ended.error).__name__ == "AdapterProblem" and "\n" not in str(ended.error)
+    assert "it does not fit" in str(ended.error)
