@@ -256,3 +256,13 @@ def test_a_card_below_the_jobs_class_is_refused(monkeypatch, needed, fits):
     else:
         with pytest.raises(gpu.GpuNotReady, match=r"GPU never became ready: it has 24 GB.*needs 32 GB"):
             gpu.check_memory(needed)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [("echo 24564; echo 24564", 24564 << 20), ("echo '[N/A]'", None), ("exit 9", None)],
+)
+def test_the_memory_of_the_first_card(nvidia_smi, body, expected):
+    nvidia_smi(body)
+    assert gpu.card_bytes("cuda") == expected
+    assert gpu.card_bytes("cpu") is None

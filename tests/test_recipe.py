@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import recipe
 from recipe import (
     CATALOG,
     LORA,
@@ -225,3 +226,11 @@ def test_engine_memory_holds_the_batch_when_there_is_room_and_one_sequence_alway
     assert starved.kv_cache_bytes == (1000 + 256) * 1000
     cardless = engine_memory(sequences=8, free_bytes=10**6, card_bytes=None, **size)
     assert (cardless.kv_cache_bytes, cardless.share) == (1_256_000, 0.45)
+
+
+@pytest.mark.parametrize(("card_gb", "sft", "rl"), [(None, 2, 8), (24, 2, 8), (12, 1, 4), (80, 4, 8)])
+def test_the_micro_batch_follows_the_card(card_gb, sft, rl):
+    card = card_gb and int(card_gb * 1e9)
+    budget = recipe.sft_logits_budget(card)
+    assert recipe.sft_micro_ceiling(4, 1024, recipe.QWEN_VOCAB, budget) == sft
+    assert recipe.grpo_completions_ceiling(False, 640, recipe.QWEN_VOCAB, card) == rl
