@@ -24,7 +24,7 @@ GROUPS = {**LORA, "init_from_adapter": FROM, "temperature": 1.0, "group_size": 8
 
 
 def warm(settings: Any, plan: Any) -> Any:
-    return warm_start.load(settings, plan, warm_start.fetch(settings))
+    return warm_start.load(settings, plan, warm_start.fetch(settings, plan))
 
 
 @pytest.fixture(scope="module", params=architectures.KINDS)

@@ -86,7 +86,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def warm(settings: Any, plan: Any) -> Any:
-    return warm_start.load(settings, plan, warm_start.fetch(settings))
+    return warm_start.load(settings, plan, warm_start.fetch(settings, plan))
 
 
 def is_four_bit(model: Any) -> bool:
