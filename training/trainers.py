@@ -16,7 +16,7 @@ from job.chat import Chat, Row
 from job.dataset import Prompts
 from job.environment import Environment
 from job.settings import Settings, SettingsError
-from job.weights import WeightsPlan
+from job.weights import EXPERT_TARGETS, WeightsPlan
 from training import engine, gpu
 from training.conversations import Way
 from training.fitting import FittingPolicy, FittingTrainer
@@ -74,7 +74,13 @@ def check_targets(settings: Settings, model: Any) -> None:
     if isinstance(settings.lora_targets, str):
         return
     adapted = {name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
-    unknown = [one for one in settings.lora_targets if not any(name.endswith(f".{one}") for name in adapted)]
+    # An adapter on stacked experts is on the module that holds them, whichever of their weights was named.
+    stacked = EXPERT_TARGETS if any(".experts" in name for name in adapted) else frozenset()
+    unknown = [
+        one
+        for one in settings.lora_targets
+        if one.rpartition(".")[2] not in stacked and not any(name.endswith(f".{one}") for name in adapted)
+    ]
     if unknown:
         raise SettingsError(
             f"LORA_TARGETS={','.join(settings.lora_targets)}: the model has no module {unknown[0]!r};"

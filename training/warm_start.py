@@ -7,13 +7,14 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from delivery.hub_client import ask_again
 from delivery.store import Store, open_store
 from job.settings import Settings, SettingsError
-from job.weights import WeightsPlan
+from job.weights import EXCLUDED_MODULES, EXPERT_MODULES, WeightsPlan
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +74,8 @@ def fetch(settings: Settings, plan: WeightsPlan) -> Path | None:
 def check(settings: Settings, plan: WeightsPlan, folder: Path) -> None:
     """Refuse another base and another rank; warn about another alpha."""
     config, saved = _read(settings, folder)
-    base_id, rank = config.get("base_model_name_or_path") or "", config.get("r")
-    if base_id != plan.base and not plan.is_local and not Path(base_id).exists():
-        raise _problem(settings, f"it was trained on {base_id!r}, this run's model is {plan.base!r}")
+    rank = config.get("r")
+    check_base(settings, plan, config.get("base_model_name_or_path") or "")
     if rank != settings.lora_rank:
         raise _problem(
             settings, f"its rank is {rank}, train.lora_rank is {settings.lora_rank}; make them equal"
@@ -86,7 +86,30 @@ def check(settings: Settings, plan: WeightsPlan, folder: Path) -> None:
             settings.lora_alpha,
             config.get("lora_alpha"),
         )
+    check_modules(settings, plan, saved)
     _check_tensors(settings, rank, saved)
+
+
+def check_base(settings: Settings, plan: WeightsPlan, base_id: str) -> None:
+    """Refuse an adapter of another model; where either is a folder, only shapes can tell."""
+    is_folder = base_id != "" and Path(base_id).is_dir()
+    if base_id != plan.base and not plan.is_local and not is_folder:
+        raise _problem(settings, f"it was trained on {base_id!r}, this run's model is {plan.base!r}")
+
+
+def check_modules(settings: Settings, plan: WeightsPlan, names: Iterable[str]) -> None:
+    """Refuse tensors of modules that are not trained, or that vLLM cannot serve an adapter on."""
+    excluded = [name for name in names if plan.is_multimodal and re.fullmatch(EXCLUDED_MODULES, name)]
+    if excluded:
+        raise _problem(settings, f"the model is trained as text, and it has {min(excluded)}")
+    experts = [name for name in names if not EXPERT_MODULES.isdisjoint(name.split("."))]
+    is_served = settings.mode == "rl" and settings.rl_use_vllm
+    if experts and is_served and plan.has_experts and not plan.is_multimodal:
+        raise _problem(
+            settings,
+            f"vLLM cannot serve an adapter on experts or router, and it has {min(experts)};"
+            " set RL_USE_VLLM=0",
+        )
 
 
 def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
