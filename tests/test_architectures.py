@@ -13,7 +13,9 @@ from job.settings import identify
 from job.weights import plan_weights
 from tests import architectures, grpo_trials, harness, sft_trials
 from tests.harness import strict
+from tests.test_fitting import Gradients, check_same, found
 from training import engine, trainers, warm_start
+from training.midrun import as_callback
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +74,22 @@ def test_grpo_goes_on_from_it_with_the_trainers_model(taught: Any, folder: Path,
     assert any(not torch.equal(one, start[name]) for name, one in made.adapter_weights().items())
     sft_trials.check_base(made)
     sft_trials.check_reload(made, folder / "rl-adapter")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"], indirect=True)
+def test_every_supervised_token_counts_the_same_whatever_the_micro_batch(folder: Path, model: Path) -> None:
+    def gradients(micro: int) -> dict[str, Any]:
+        spec = {"train": {**LORA, "batch_size": 8}}
+        more = {"SFT_MAX_STEPS": 1, "SFT_PER_DEVICE_BS": micro}
+        env = harness.variables(folder / f"micro-{micro}", model, "toy-words", spec, **more)
+        made = sft_trials.build(env, callbacks=[as_callback(Gradients)])
+        made.trainer.train()
+        assert made.trainer.args.gradient_accumulation_steps == 8 // micro
+        return found(made.trainer)
+
+    one, four = gradients(1), gradients(4)
+    check_same(one, four, atol=1e-5)
+    assert max(grad.abs().max() for grad in four.values()) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_moe"], indirect=True)

@@ -68,9 +68,9 @@ class FittingTrainer:
             self.is_prepared, self.share = False, 1.0
         return total
 
-    def _weight(self: Any, share: float) -> float:
-        """A loss that is divided by the step's tokens adds up; a mean over the part is weighted."""
-        return 1.0 if self.model_accepts_loss_kwargs else share
+    def _weight(self, share: float) -> float:
+        """SFT's loss is divided by the tokens of the whole step: that of the parts adds up."""
+        return 1.0
 
     def _is_early(self: Any) -> bool:
         return self.first_step is None or self.state.global_step - self.first_step < FIRST_STEPS

@@ -65,6 +65,9 @@ def sft_trainer(
         peft_config=plan.lora_config(settings) if policy is None else None,
         callbacks=list(callbacks),
     )
+    # transformers 5.24 says that multimodal models cannot be told how many tokens a step has, and would weigh
+    # every micro-batch alike; TRL's loss (1.16) is its own, and can. To be removed when TRL says so itself.
+    trainer.model_accepts_loss_kwargs = True
     check_targets(settings, trainer.model)
     return plainly(trainer)
 
