@@ -146,6 +146,8 @@ def test_the_reference_is_the_loaded_adapter(trial: Callable[..., Trial], tmp_pa
     assert any(not torch.equal(one, start[name]) for name, one in made.adapter_weights().items())
     distances = made.logged("kl")
     assert distances[0] == pytest.approx(0, abs=1e-6) and distances[-1] > 1e-4
+    with pytest.raises(warm_start.AdapterProblem, match="TRL keeps no frozen copy of "):
+        warm_start.check_reference(made.settings, made.trainer.model)  # it has moved away from the copy
     write_adapter(made.trainer.model, tmp_path)
     written = load_file(tmp_path / "adapter_model.safetensors")
     trained = {name.replace(".default", ""): one for name, one in made.adapter_weights().items()}

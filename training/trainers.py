@@ -17,7 +17,7 @@ from job.dataset import Prompts
 from job.environment import Environment
 from job.settings import Settings, SettingsError
 from job.weights import EXPERT_TARGETS, WeightsPlan
-from training import engine, gpu
+from training import engine, gpu, warm_start
 from training.conversations import Way
 from training.fitting import FittingPolicy, FittingTrainer
 from training.midrun import GradientFailure
@@ -186,6 +186,8 @@ def grpo_trainer(
             tools=list(way.tools) or None,
         )
     check_targets(settings, trainer.model)
+    if policy is not None and settings.kl_penalty_coef:
+        warm_start.check_reference(settings, trainer.model)
     trainer.follow(settings, chat, way)
     return plainly(trainer)
 

@@ -136,6 +136,17 @@ def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
     return model
 
 
+def check_reference(settings: Settings, model: Any) -> None:
+    """Raise unless the trainer keeps a frozen copy of the loaded adapter: KL would pull to the bare base."""
+    named = dict(model.named_parameters())
+    for name, mine in named.items():
+        if ".default." not in name:
+            continue
+        copy = named.get(name.replace(".default.", ".ref."))
+        if copy is None or copy.requires_grad or not copy.to(mine.dtype).equal(mine):
+            raise _problem(settings, f"TRL keeps no frozen copy of {name} for the KL term; pin trl==1.16.0")
+
+
 def _check_tensors(settings: Settings, rank: int, saved: dict[str, Any]) -> None:
     for name, tensor in saved.items():
         # The experts of a layer are stacked, each with a multiple of the rank.
