@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from job.settings import SettingsError
-from job.weights import check_experts, check_precision, warn_large_experts
+from job.weights import EXCLUDED_MODULES, check_experts, check_precision, warn_large_experts
 from tests import architectures, grpo_trials, harness, sft_trials
 from tests.harness import strict
 from tests.hub_server import HubServer
@@ -69,6 +70,23 @@ def test_experts_that_vllm_cannot_serve(targets: Any, fields: dict[str, Any], re
     with pytest.raises(SettingsError, match="RL_USE_VLLM=0"):
         check_experts(settings, has_experts=True, is_multimodal=False)
     check_experts(settings, has_experts=False, is_multimodal=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "excluded"),
+    [
+        ("visual.blocks.0.attn.qkv", True),
+        ("model.visual.blocks.3.mlp.linear_fc1", True),
+        ("vision_tower.layers.0.q_proj", True),
+        ("model.multi_modal_projector.linear_1", True),
+        ("mtp.layers.0.self_attn.q_proj", True),
+        ("model.layers.0.self_attn.q_proj", False),
+        ("model.language_model.layers.0.linear_attn.in_proj_qkv", False),
+        ("model.layers.0.visual_gate", False),
+    ],
+)
+def test_modules_that_never_get_an_adapter(module: str, excluded: bool) -> None:
+    assert bool(re.fullmatch(EXCLUDED_MODULES, module)) is excluded
 
 
 LAYER = "base_model.model.model.layers.0"
