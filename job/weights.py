@@ -152,7 +152,7 @@ def locate(settings: Settings, pinned: str | None = None) -> Origin:
     base, _, revision = settings.model.partition("@")
     source = settings.quant_repo if settings.quant == "4bit-qlora" and settings.quant_repo else base
     base_commit = _commit(settings, base, (pinned if source == base else None) or revision or None)
-    commit = base_commit if source == base else _commit(settings, source, pinned)
+    commit = base_commit if source == base else _commit(settings, source, pinned, "AUTOSLM_QUANT_REPO")
     return Origin(base, source, base_commit, commit)
 
 
@@ -258,13 +258,11 @@ def _kv_bytes_per_token(config: Any, dtype_bytes: int) -> int:
     return 2 * config.num_hidden_layers * heads * head_size * dtype_bytes
 
 
-def _commit(settings: Settings, repo: str, revision: str | None) -> str | None:
-    """The Hub commit that `repo` stands for now, None for a local folder."""
+def _commit(settings: Settings, repo: str, revision: str | None, knob: str = "JobSpec model") -> str | None:
+    """The Hub commit that `repo`, named by `knob`, stands for now; None for a local folder."""
     if Path(repo).is_dir():
         if not (Path(repo) / "config.json").is_file():
-            raise SettingsError(
-                f"JobSpec model={repo!r}: the folder has no config.json; name a model's folder"
-            )
+            raise SettingsError(f"{knob}={repo!r}: the folder has no config.json; name a model's folder")
         return None
     import httpx2
     from huggingface_hub import HfApi
@@ -280,28 +278,24 @@ def _commit(settings: Settings, repo: str, revision: str | None) -> str | None:
     try:
         return api.model_info(repo, revision=revision).sha
     except HFValidationError as error:
-        raise SettingsError(
-            f"JobSpec model={repo!r}: no folder of that name, and no Hub id (owner/name)"
-        ) from error
+        raise SettingsError(f"{knob}={repo!r}: no folder of that name, and no Hub id (owner/name)") from error
     except RevisionNotFoundError as error:
-        raise SettingsError(f"JobSpec model={repo}@{revision}: the model has no such revision") from error
+        raise SettingsError(f"{knob}={repo}@{revision}: the model has no such revision") from error
     except RepositoryNotFoundError as error:
         raise SettingsError(
-            f"JobSpec model={repo!r}: not on the Hub, or private and not visible to this token"
+            f"{knob}={repo!r}: not on the Hub, or private and not visible to this token"
             " (HF_TOKEN); check the name and the token"
         ) from error
     except (HfHubHTTPError, httpx2.HTTPError, OfflineModeIsEnabled) as error:
-        return _cached_commit(repo, revision, error)
+        return _cached_commit(repo, revision, knob, error)
 
 
-def _cached_commit(repo: str, revision: str | None, reason: Exception) -> str:
+def _cached_commit(repo: str, revision: str | None, knob: str, reason: Exception) -> str:
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(repo, "config.json", revision=revision)
     if not isinstance(cached, str):
-        raise ModelUnreachable(
-            f"JobSpec model={repo!r}: the Hub cannot be asked for it ({reason})"
-        ) from reason
+        raise ModelUnreachable(f"{knob}={repo!r}: the Hub cannot be asked for it ({reason})") from reason
     commit = Path(cached).parent.name
     log.warning("the Hub cannot be asked for %s (%s): using the cached commit %s", repo, reason, commit)
     return commit

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from job.settings import SettingsError
-from job.weights import EXCLUDED_MODULES, check_experts, check_precision, warn_large_experts
+from job.weights import EXCLUDED_MODULES, check_experts, check_precision, locate, warn_large_experts
 from tests import architectures, grpo_trials, harness, sft_trials
 from tests.harness import strict
 from tests.hub_server import HubServer
@@ -70,6 +70,19 @@ def test_experts_that_vllm_cannot_serve(targets: Any, fields: dict[str, Any], re
     with pytest.raises(SettingsError, match="RL_USE_VLLM=0"):
         check_experts(settings, has_experts=True, is_multimodal=False)
     check_experts(settings, has_experts=False, is_multimodal=False)
+
+
+def test_weights_that_cannot_be_had_are_told_by_the_variable_that_names_them(tmp_path: Path) -> None:
+    for name in ("base", "quantised"):
+        (tmp_path / name).mkdir()
+    settings: Any = SimpleNamespace(
+        model=str(tmp_path / "base"), quant="4bit-qlora", quant_repo=str(tmp_path / "quantised")
+    )
+    with pytest.raises(SettingsError, match=r"^JobSpec model=.*base': the folder has no config\.json"):
+        locate(settings)
+    (tmp_path / "base" / "config.json").touch()
+    with pytest.raises(SettingsError, match=r"^AUTOSLM_QUANT_REPO=.*quantised': the folder has no config"):
+        locate(settings)
 
 
 @pytest.mark.parametrize(
