@@ -139,14 +139,29 @@ def test_an_adapter_to_go_on_from_that_is_on_the_wrong_modules(
     assert message in text
 
 
-@pytest.mark.parametrize(("base_id", "refused"), [("b", False), (".", False), ("acme/b", True), ("", True)])
-def test_an_adapter_of_another_model(base_id: str, refused: bool) -> None:
-    settings: Any = SimpleNamespace(init_from_adapter=FROM)
-    if not refused:
-        warm_start.check_base(settings, PLAN, base_id)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, ""),
+        ({"base_model_name_or_path": "."}, ""),
+        ({"base_model_name_or_path": "acme/b"}, "it was trained on 'acme/b', this run's model is 'b'"),
+        ({"base_model_name_or_path": ""}, "it was trained on ''"),
+        ({"base_model_name_or_path": None}, "it was trained on None"),
+        ({"r": 4}, "its rank is 4, train.lora_rank is 8; make them equal"),
+        ({"init_lora_weights": "gaussian"}, ""),
+        ({"init_lora_weights": "pissa_niter_4"}, "its init_lora_weights is 'pissa_niter_4'"),
+    ],
+)
+def test_the_config_of_an_adapter_to_go_on_from(fields: dict[str, Any], message: str) -> None:
+    settings: Any = SimpleNamespace(init_from_adapter=FROM, **LORA)
+    plain = {"base_model_name_or_path": "b", "r": 8, "lora_alpha": 16, "init_lora_weights": True}
+    config = {**plain, **fields}
+    if not message:
+        warm_start.check_config(settings, PLAN, config)
         return
-    with pytest.raises(warm_start.AdapterProblem, match=f"trained on '{base_id}', this run's model is 'b'"):
-        warm_start.check_base(settings, PLAN, base_id)
+    with pytest.raises(warm_start.AdapterProblem) as caught:
+        warm_start.check_config(settings, PLAN, config)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

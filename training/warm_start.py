@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,29 +72,32 @@ def fetch(settings: Settings, plan: WeightsPlan) -> Path | None:
 
 
 def check(settings: Settings, plan: WeightsPlan, folder: Path) -> None:
-    """Refuse another base and another rank; warn about another alpha."""
+    """Refuse what cannot be gone on from, as far as its two files tell."""
     config, saved = _read(settings, folder)
-    rank = config.get("r")
-    check_base(settings, plan, config.get("base_model_name_or_path") or "")
+    check_config(settings, plan, config)
+    check_modules(settings, plan, saved)
+    _check_tensors(settings, config["r"], saved)
+
+
+def check_config(settings: Settings, plan: WeightsPlan, config: Mapping[str, Any]) -> None:
+    """Refuse another base (of folders only shapes can tell) and another rank; warn about another alpha."""
+    base_id, rank = config.get("base_model_name_or_path"), config.get("r")
+    is_folder = base_id and Path(base_id).is_dir()
+    if base_id != plan.base and not plan.is_local and not is_folder:
+        raise _problem(settings, f"it was trained on {base_id!r}, this run's model is {plan.base!r}")
     if rank != settings.lora_rank:
         raise _problem(
             settings, f"its rank is {rank}, train.lora_rank is {settings.lora_rank}; make them equal"
         )
+    start = config.get("init_lora_weights")  # loading an adapter of pissa or its like changes the base
+    if isinstance(start, str) and start != "gaussian":
+        raise _problem(settings, f"its init_lora_weights is {start!r}; convert it to a plain LoRA first")
     if config.get("lora_alpha") != settings.lora_alpha:
         log.warning(
             "train.lora_alpha=%d is not used: the adapter of train.init_from_adapter has %s",
             settings.lora_alpha,
             config.get("lora_alpha"),
         )
-    check_modules(settings, plan, saved)
-    _check_tensors(settings, rank, saved)
-
-
-def check_base(settings: Settings, plan: WeightsPlan, base_id: str) -> None:
-    """Refuse an adapter of another model; where either is a folder, only shapes can tell."""
-    is_folder = base_id != "" and Path(base_id).is_dir()
-    if base_id != plan.base and not plan.is_local and not is_folder:
-        raise _problem(settings, f"it was trained on {base_id!r}, this run's model is {plan.base!r}")
 
 
 def check_modules(settings: Settings, plan: WeightsPlan, names: Iterable[str]) -> None:
