@@ -141,7 +141,7 @@ class Preemption:
     def _see_off(self) -> None:
         """End the process where the main thread does not: no safe point in time, or nothing to stop at."""
         if self._looks:
-            last_call_s = min(LAST_CALL_S, self.grace_s / 2)
+            last_call_s = LAST_CALL_S if self.grace_s > LAST_CALL_S else self.grace_s / 2
             self._stopped.wait(max(0.0, self.left_s() + MARGIN_S - last_call_s))
         if self._stopped.is_set():
             time.sleep(max(0.0, self.left_s()))
