@@ -50,3 +50,4 @@ def test_a_run_killed_twice_finishes(
             chain.run(2, seed=2)
         finally:
             tell(chain.report)
+    assert len(chain.report.adapters) == 1  # the same adapter, bit for bit
