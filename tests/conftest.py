@@ -60,6 +60,23 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 @pytest.fixture
+def client_at_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The Hub client of this process asks no other host, and keeps its files in the session's folder."""
+    from tests.stores import keep_client_home
+
+    keep_client_home(monkeypatch, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def default_client_after() -> Iterator[None]:
+    """Leave the library as it was; a client of its own for each test would take most of the time."""
+    from huggingface_hub.utils import _http
+
+    yield
+    _http.set_client_factory(_http.default_client_factory)
+
+
+@pytest.fixture
 def job(tmp_path: Path, tiny_model: Path) -> Callable[..., dict[str, str]]:
     """Return a function that makes a run's variables: `job(environment, spec, NAME=value)`."""
 

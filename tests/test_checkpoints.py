@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub.utils import _http
 
 from accounting import Tally
 from delivery.checkpoints import AnotherJob, Checkpoints, File, Manifest, stage, stale_steps
@@ -19,8 +18,8 @@ from delivery.hub_client import StoreError, Unavailable, Unreachable
 from delivery.publisher import Publisher
 from delivery.redaction import redactor
 from delivery.store import Commit, FolderStore, HubStore, Store
-from tests.hub_server import Fault, HubServer
-from tests.stores import PATIENCE_S, Clock, Recorder, keep_client_home, strict
+from tests.hub_server import Fault
+from tests.stores import PATIENCE_S, Clock, Recorder, strict
 
 REPO, PREFIX = "acme/runs", "rl/run/seed0"
 JOB = {"model": "tiny", "lora_rank": 8, "environment.params": {"split": "train"}}
@@ -28,22 +27,7 @@ FILES = {"adapter.safetensors": b"\0weights" * 99, "optimizer.json": b"moments",
 COMMIT = "POST .*/commit/"
 
 
-@pytest.fixture(autouse=True)
-def _client(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    keep_client_home(monkeypatch, tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _factory() -> Iterator[None]:
-    yield
-    _http.set_client_factory(_http.default_client_factory)
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        server.create_repo(REPO, "dataset", private=True)
-        yield server
+pytestmark = pytest.mark.usefixtures("client_at_home", "default_client_after")
 
 
 @pytest.fixture(params=["hub", "folder"])

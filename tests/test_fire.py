@@ -10,37 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub.utils import _http
 
 from delivery.hub_client import StoreError, Unavailable, Unreachable
 from delivery.publisher import Publisher
 from delivery.store import Commit, HubStore, Store
 from tests.hub_server import Fault, HubServer
-from tests.stores import PATIENCE_S, Clock, Held, Recorder, keep_client_home, strict, until
+from tests.stores import PATIENCE_S, Clock, Held, Recorder, strict, until
 
 REPO, PREFIX = "acme/runs", "rl/run/seed0"
 COMMIT = "POST .*/commit/"
 DEADLINE_S, LIMIT_S = 0.15, 0.03
 
 
+pytestmark = pytest.mark.usefixtures("client_at_home", "default_client_after")
+
+
 @pytest.fixture(autouse=True)
-def _client(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    keep_client_home(monkeypatch, tmp_path_factory.getbasetemp())
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delivery.patience.PAUSE_S", 0.01)
     monkeypatch.setattr("delivery.patience.LONGEST_PAUSE_S", 0.02)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _factory() -> Iterator[None]:
-    yield
-    _http.set_client_factory(_http.default_client_factory)
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        server.create_repo(REPO, "dataset", private=True)
-        yield server
 
 
 @pytest.fixture

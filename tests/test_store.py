@@ -12,7 +12,6 @@ from delivery import hub_client
 from delivery.hub_client import NotFound, StoreError, Unavailable, Unreachable, set_hub_timeouts
 from delivery.store import Commit, FolderStore, HubStore, Store, folder_files, open_store
 from tests.hub_server import Fault, HubServer
-from tests.stores import keep_client_home
 
 PREFIX = "sft/run/seed0"
 REPO = "acme/runs"
@@ -28,16 +27,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _client(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    keep_client_home(monkeypatch, tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _factory() -> Iterator[None]:
-    """Leave the library as it was; a client of its own for each test would take most of the time."""
-    yield
-    _http.set_client_factory(_http.default_client_factory)
+pytestmark = pytest.mark.usefixtures("client_at_home", "default_client_after")
 
 
 @pytest.fixture
