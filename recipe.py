@@ -1,5 +1,6 @@
 """What happens when the user did not say: defaults, model catalog, batch arithmetic. Pure."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -68,6 +69,60 @@ CATALOG: Mapping[str, CatalogModel] = MappingProxyType({model.model_id: model fo
 def catalog_model(model_id: str) -> CatalogModel:
     """The entry of `model_id` (any `@revision`), or the one of an unknown model."""
     return CATALOG.get(model_id.partition("@")[0], CatalogModel(model_id))
+
+
+# --- machines -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A card as the market names it; the price is a rough on-demand one, an estimate and never a bill."""
+
+    type: str
+    memory_gb: int
+    usd_per_hour: float
+    also: tuple[str, ...] = ()  # other names, beyond spelling
+
+
+_GPUS = (
+    Gpu("RTX 3090", 24, 0.46),
+    Gpu("RTX 4090", 24, 0.69),
+    Gpu("RTX 5090", 32, 0.94),
+    Gpu("RTX A4000", 16, 0.25),
+    Gpu("RTX A4500", 20, 0.25),
+    Gpu("RTX A5000", 24, 0.27),
+    Gpu("RTX A6000", 48, 0.49, ("A6000",)),
+    Gpu("RTX 6000 Ada", 48, 0.77),
+    Gpu("RTX PRO 6000", 96, 1.84, ("RTX PRO 6000 WK", "RTX PRO 6000 MaxQ")),
+    Gpu("L4", 24, 0.43),
+    Gpu("L40", 48, 0.99),
+    Gpu("L40S", 48, 0.86),
+    Gpu("A40", 48, 0.40),
+    Gpu("A100 80GB PCIe", 80, 1.39, ("A100 PCIe",)),
+    Gpu("A100 SXM", 80, 1.49, ("A100 80GB", "A100 80GB SXM", "A100 SXM4 80GB")),
+    Gpu("H100 PCIe", 80, 2.39, ("H100 80GB PCIe",)),
+    Gpu("H100 SXM", 80, 2.99, ("H100", "H100 80GB", "H100 80GB HBM3", "H100 SXM5", "H100 80GB SXM")),
+    Gpu("H100 NVL", 94, 3.07),
+    Gpu("H200", 141, 3.99, ("H200 SXM",)),
+    Gpu("B200", 180, 5.98),
+)
+GPUS: Mapping[str, Gpu] = MappingProxyType({one.type: one for one in _GPUS})
+_GPU_NOISE = re.compile(
+    r"nvidia|geforce|tesla|generation|blackwell|(?:server|workstation|max-?q workstation) edition"
+    r"|[^a-z0-9]"
+)
+
+
+def gpu(type: str) -> Gpu | None:
+    """The card of this name, however it is spelt ("NVIDIA GeForce RTX 5090"); None when it is not known."""
+    return _GPUS_BY_SPELLING.get(_spelling(type))
+
+
+def _spelling(name: str) -> str:
+    return _GPU_NOISE.sub("", name.lower())
+
+
+_GPUS_BY_SPELLING = {_spelling(name): one for one in _GPUS for name in (one.type, *one.also)}
 
 
 # --- recipe -------------------------------------------------------------------------------------------------

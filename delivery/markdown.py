@@ -1,0 +1,57 @@
+"""GitHub-flavoured Markdown from texts that may hold any markup."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+NOTHING = "–"  # noqa: RUF001
+
+
+def fence(text: str, language: str = "") -> str:
+    """A block that shows the text as it is, whatever it holds."""
+    ticks = "`" * max(3, 1 + _longest_run(text))
+    return f"{ticks}{language}\n{text}\n{ticks}"
+
+
+def code(text: str) -> str:
+    """The text on one line in code style, also inside a table; nothing for an empty one."""
+    line = " ".join(text.split())
+    if not line:
+        return ""
+    ticks = "`" * (1 + _longest_run(line))
+    room = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{ticks}{room}{line}{room}{ticks}".replace("|", "\\|")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are Markdown already."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def number(value: Any) -> str:
+    """A figure in four significant digits; a dash for none, NaN and infinities."""
+    if not is_number(value):
+        return NOTHING
+    if value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def is_number(value: Any) -> bool:
+    """Whether the value is a finite figure."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)

@@ -1,0 +1,158 @@
+"""Ten completions or conversations that show what the model does."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from delivery.markdown import code, fence, number
+
+SHOWN = 10
+SHOWN_UNSCORED = 2
+LONGEST_TEXT = 2000  # characters
+MOST_MESSAGES = 16
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion or conversation, in plain messages; `reward` None is explained by `problem`.
+
+    Messages have `role`, `content`, maybe `reasoning_content` and `tool_calls` (flat or nested as OpenAI's).
+    """
+
+    prompt: Sequence[Mapping[str, Any]]
+    completion: Sequence[Mapping[str, Any]]
+    reward: float | None
+    scores: Mapping[str, float]
+    problem: str = ""
+
+
+def select(samples: Sequence[Sample], count: int = SHOWN) -> list[tuple[str, Sample]]:
+    """Up to `count` labelled samples: best, median and worst by reward, and some that have none.
+
+    Of equal ones those of different prompts come first.
+    """
+    turn: Counter[str] = Counter()
+    repeats = {}  # how many samples of the same prompt came before, by position
+    for index, one in enumerate(samples):
+        prompt = repr(one.prompt)
+        repeats[index] = turn[prompt]
+        turn[prompt] += 1
+    rewards = {index: one.reward for index, one in enumerate(samples) if one.reward is not None}
+    unscored = [index for index in repeats if index not in rewards]
+    shown_unscored = unscored[: max(SHOWN_UNSCORED, count - len(rewards))]
+    room = min(count - len(shown_unscored), len(rewards))
+    middle = median(rewards.values()) if rewards else 0.0
+    distances = {
+        "best": {index: -reward for index, reward in rewards.items()},
+        "worst": dict(rewards),
+        "median": {index: abs(reward - middle) for index, reward in rewards.items()},
+    }
+    shares = dict(zip(distances, _shares(room), strict=True))
+    chosen: dict[str, list[int]] = {}
+    left = set(rewards)
+    for label, distance in distances.items():
+        order = sorted(left, key=lambda index: (distance[index], repeats[index], index))
+        chosen[label] = order[: shares[label]]
+        left -= {*chosen[label]}
+    return [
+        *((label, samples[index]) for label in ("best", "median", "worst") for index in chosen[label]),
+        *(("no reward", samples[index]) for index in shown_unscored),
+    ]
+
+
+def _shares(room: int) -> list[int]:
+    """Split `room` over best, worst and median, the first two first."""
+    return [(room + 2) // 3, (room + 1) // 3, room // 3]
+
+
+def summary(samples: Sequence[Sample]) -> str:
+    """One sentence on the rewards of all samples."""
+    rewards = [one.reward for one in samples if one.reward is not None]
+    without = len(samples) - len(rewards)
+    parts = [f"{len(samples)} samples"]
+    if rewards:
+        figures = {
+            "min": min(rewards),
+            "median": median(rewards),
+            "mean": sum(rewards) / len(rewards),
+            "max": max(rewards),
+        }
+        parts.append("rewards: " + ", ".join(f"{name} {number(value)}" for name, value in figures.items()))
+    if without:
+        parts.append(f"{without} without a reward")
+    return "; ".join(parts) + "."
+
+
+def described(label: str, place: int, sample: Sample) -> str:
+    """A sample as Markdown: its reward, its scores, and every message."""
+    title = f"### {place}. {label.capitalize()}"
+    if sample.reward is None:
+        verdict = f"Could not be scored: {code(sample.problem) or 'no reason given'}."
+    else:
+        verdict = f"Reward **{number(sample.reward)}**."
+    if sample.scores:
+        scores = ", ".join(f"{code(name)} {number(value)}" for name, value in sample.scores.items())
+        verdict += f" Raw scores: {scores}."
+    if not any(map(_says_something, sample.completion)):
+        ending = ["*Nothing was generated.*"]
+    else:
+        ending = _messages(sample.completion)
+    return "\n\n".join([title, verdict, *_messages(sample.prompt), "**→ sampled**", *ending])
+
+
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    if len(messages) <= MOST_MESSAGES:
+        return [block for one in messages for block in _message(one)]
+    half = MOST_MESSAGES // 2
+    return [
+        *(block for one in messages[:half] for block in _message(one)),
+        f"*[… {len(messages) - 2 * half} messages left out …]*",
+        *(block for one in messages[-half:] for block in _message(one)),
+    ]
+
+
+def _message(message: Mapping[str, Any]) -> list[str]:
+    role = str(message.get("role", ""))
+    blocks = []
+    if thought := plain(message.get("reasoning_content")):
+        blocks += [f"**{role}**, thinking", fence(cut(thought))]
+    if text := plain(message.get("content")):
+        blocks += [f"**{role}**", fence(cut(text))]
+    for call in message.get("tool_calls") or ():
+        name, arguments = tool_call(call)
+        blocks += [f"**{role}** calls {code(name)}", fence(cut(arguments), "json")]
+    return blocks or [f"**{role}**: *empty*"]
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    return any(message.get(part) for part in ("content", "reasoning_content", "tool_calls"))
+
+
+def tool_call(call: Any) -> tuple[str, str]:
+    """Name and arguments, as written, of a flat or nested call; any other thing is shown as it is."""
+    if not isinstance(call, Mapping):
+        return "", plain(call)
+    function = call.get("function", call)
+    return str(function.get("name", "")), plain(function.get("arguments"))
+
+
+def plain(content: Any) -> str:
+    """The text of a message's content, which may be a list of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list | tuple) and all(
+        isinstance(part, Mapping) and "type" in part for part in content
+    ):
+        return "\n".join(str(part["text"]) if "text" in part else f"[{part['type']}]" for part in content)
+    return json.dumps(content, ensure_ascii=False, default=str)
+
+
+def cut(text: str, longest: int = LONGEST_TEXT) -> str:
+    """The text, or its beginning and end around a mark that says how many characters are missing."""
+    if len(text) <= longest:
+        return text
+    head, tail = longest * 2 // 3, longest // 3
+    return f"{text[:head]}\n[… {len(text) - head - tail} characters left out …]\n{text[-tail:]}"
