@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-NOTHING = "–"  # noqa: RUF001
+NOTHING = "-"
+LONGEST_CODE = 500  # characters
 
 
 def fence(text: str, language: str = "") -> str:
@@ -15,19 +16,25 @@ def fence(text: str, language: str = "") -> str:
 
 
 def code(text: str) -> str:
-    """The text on one line in code style, also inside a table; nothing for an empty one."""
+    """The text on one line in code style; cut when long, nothing for an empty one."""
     line = " ".join(text.split())
+    line = line if len(line) <= LONGEST_CODE else line[: LONGEST_CODE - 1] + "…"
     if not line:
         return ""
     ticks = "`" * (1 + _longest_run(line))
     room = " " if line.startswith("`") or line.endswith("`") else ""
-    return f"{ticks}{room}{line}{room}{ticks}".replace("|", "\\|")
+    return f"{ticks}{room}{line}{room}{ticks}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are Markdown already."""
+    """A table of cells that are Markdown already, but for their bars."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join(f"| {' | '.join(map(_without_bars, cells))} |" for cells in lines)
+
+
+def _without_bars(cell: str) -> str:
+    # A backslash before the bar would undo ours; a space of no width parts the two.
+    return cell.replace("\\|", "\\\u200b|").replace("|", "\\|")
 
 
 def number(value: Any) -> str:

@@ -14,9 +14,10 @@ from delivery.samples import Sample, described, select, summary
 CURVES = "report/curves.png"
 LOG = "metrics.jsonl"
 AVERAGED = 10  # steps at either end of a run
+CAPTION = "Faint lines are single steps as logged, strong ones the mean of the steps around."
 SPLITS = {"eval": "held-out", "train": "training"}
 ROWS = {
-    "source": "rows the environment has",
+    "source": "source rows",
     "without_target": "dropped: no target to learn",
     "target_cut_off": "dropped: the target lies beyond the length limit",
     "kept": "rows trained on",
@@ -93,13 +94,13 @@ def report(snapshot: Snapshot, with_curves: bool) -> str:
     """The page as Markdown."""
     sections = [
         headline(snapshot),
-        f"![Curves]({CURVES})" if with_curves else "*Nothing has been logged yet.*",
+        f"![Curves]({CURVES})\n\n{CAPTION}" if with_curves else "Nothing has been logged yet.",
         named_rewards(snapshot),
         evaluations(snapshot),
-        samples(snapshot),
         data(snapshot),
         costs(snapshot),
         settings(snapshot),
+        samples(snapshot),
     ]
     return "\n\n".join(one for one in sections if one) + "\n"
 
@@ -117,7 +118,7 @@ def headline(snapshot: Snapshot) -> str:
         ("Run", code(snapshot.prefix) + f", attempt {code(snapshot.attempt)}"),
     ]
     title = f"# {method} of {code(snapshot.model)} on {code(snapshot.environment)}"
-    body = table(("", ""), [(f"**{name}**", text) for name, text in facts])
+    body = table(facts[0], facts[1:])
     return f"{title}\n\n{body}\n\nEvery figure of the log: [{LOG}]({LOG})."
 
 
@@ -208,7 +209,7 @@ def samples(snapshot: Snapshot) -> str:
         return ""
     chosen = select(snapshot.samples)
     about = f"From {snapshot.samples_from}. " if snapshot.samples_from else ""
-    parts = [f"## Samples\n\n{about}{summary(snapshot.samples)}"]
+    parts = [f"## Samples\n\n{about}{summary(snapshot.samples)} Long lines are wrapped."]
     parts += [described(label, place, one) for place, (label, one) in enumerate(chosen, start=1)]
     return "\n\n".join(parts)
 

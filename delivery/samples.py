@@ -1,6 +1,7 @@
 """Ten completions or conversations that show what the model does."""
 
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ SHOWN = 10
 SHOWN_UNSCORED = 2
 LONGEST_TEXT = 2000  # characters
 MOST_MESSAGES = 16
+WIDEST_LINE = 100  # characters
 
 
 @dataclass(frozen=True)
@@ -88,47 +90,39 @@ def summary(samples: Sequence[Sample]) -> str:
 
 def described(label: str, place: int, sample: Sample) -> str:
     """A sample as Markdown: its reward, its scores, and every message."""
-    title = f"### {place}. {label.capitalize()}"
+    blocks = [f"### {place}. {label.capitalize()}"]
     if sample.reward is None:
-        verdict = f"Could not be scored: {code(sample.problem) or 'no reason given'}."
+        blocks.append(f"Could not be scored: {code(sample.problem) or 'no reason given'}.")
     else:
-        verdict = f"Reward **{number(sample.reward)}**."
+        blocks[0] += f": reward {number(sample.reward)}"
     if sample.scores:
         scores = ", ".join(f"{code(name)} {number(value)}" for name, value in sample.scores.items())
-        verdict += f" Raw scores: {scores}."
-    if not any(map(_says_something, sample.completion)):
-        ending = ["*Nothing was generated.*"]
-    else:
-        ending = _messages(sample.completion)
-    return "\n\n".join([title, verdict, *_messages(sample.prompt), "**→ sampled**", *ending])
+        blocks.append(f"Scores: {scores}.")
+    blocks += _messages(sample.prompt, "prompt · ")
+    return "\n\n".join([*blocks, *(_messages(sample.completion) or ["*Nothing was generated.*"])])
 
 
-def _messages(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    if len(messages) <= MOST_MESSAGES:
-        return [block for one in messages for block in _message(one)]
+def _messages(messages: Sequence[Mapping[str, Any]], origin: str = "") -> list[str]:
     half = MOST_MESSAGES // 2
+    left_out = max(0, len(messages) - 2 * half)
     return [
-        *(block for one in messages[:half] for block in _message(one)),
-        f"*[… {len(messages) - 2 * half} messages left out …]*",
-        *(block for one in messages[-half:] for block in _message(one)),
+        *(block for one in messages[: half if left_out else None] for block in _message(one, origin)),
+        *([f"*[… {left_out} messages left out …]*"] if left_out else []),
+        *(block for one in messages[-half:] if left_out for block in _message(one, origin)),
     ]
 
 
-def _message(message: Mapping[str, Any]) -> list[str]:
-    role = str(message.get("role", ""))
+def _message(message: Mapping[str, Any], origin: str) -> list[str]:
+    speaker = f"**{origin}{message.get('role')}**"
     blocks = []
     if thought := plain(message.get("reasoning_content")):
-        blocks += [f"**{role}**, thinking", fence(cut(thought))]
+        blocks += [f"{speaker} · thinking", fence(shown(thought))]
     if text := plain(message.get("content")):
-        blocks += [f"**{role}**", fence(cut(text))]
+        blocks += [speaker, fence(shown(text))]
     for call in message.get("tool_calls") or ():
         name, arguments = tool_call(call)
-        blocks += [f"**{role}** calls {code(name)}", fence(cut(arguments), "json")]
-    return blocks or [f"**{role}**: *empty*"]
-
-
-def _says_something(message: Mapping[str, Any]) -> bool:
-    return any(message.get(part) for part in ("content", "reasoning_content", "tool_calls"))
+        blocks += [f"{speaker} · calls {code(name)}", fence(shown(arguments))]
+    return blocks or [f"{speaker} · empty"]
 
 
 def tool_call(call: Any) -> tuple[str, str]:
@@ -150,9 +144,22 @@ def plain(content: Any) -> str:
     return json.dumps(content, ensure_ascii=False, default=str)
 
 
-def cut(text: str, longest: int = LONGEST_TEXT) -> str:
-    """The text, or its beginning and end around a mark that says how many characters are missing."""
-    if len(text) <= longest:
-        return text
-    head, tail = longest * 2 // 3, longest // 3
-    return f"{text[:head]}\n[… {len(text) - head - tail} characters left out …]\n{text[-tail:]}"
+def shown(text: str, longest: int = LONGEST_TEXT) -> str:
+    """The text with long lines wrapped; of a too long one the beginning, a mark, and the end."""
+    if len(text) > longest:
+        head, tail = longest * 2 // 3, longest // 3
+        text = f"{text[:head]}\n[… {len(text) - head - tail} characters left out …]\n{text[-tail:]}"
+    return "\n".join(part for line in text.split("\n") for part in wrapped(line))
+
+
+def wrapped(line: str) -> list[str]:
+    """The line in parts that a page shows without scrolling; joined they are the line."""
+    parts = textwrap.wrap(
+        line,
+        WIDEST_LINE,
+        expand_tabs=False,
+        replace_whitespace=False,
+        drop_whitespace=False,
+        break_on_hyphens=False,
+    )
+    return parts or [line]

@@ -70,7 +70,7 @@ def rl_line(step: int, rng: random.Random, turns: bool) -> dict[str, Any]:
         "completions/clipped_ratio": max(0.0, 0.2 - 0.2 * progress + rng.gauss(0, 0.02)),
         "score/correct": reward - 0.1,
         "score/_format": min(1.0, 0.3 + progress),
-        "score/length_$penalty$": -0.1 * progress,
+        "score/length_$\\penalty$": -0.1 * progress,
         "reward": reward,
         "reward_std": 0.3,
         "frac_reward_zero_std": min(1.0, 0.2 + 0.4 * progress),

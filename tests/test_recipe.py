@@ -234,3 +234,43 @@ def test_the_micro_batch_follows_the_card(card_gb, sft, rl):
     budget = recipe.sft_logits_budget(card)
     assert recipe.sft_micro_ceiling(4, 1024, recipe.QWEN_VOCAB, budget) == sft
     assert recipe.grpo_completions_ceiling(False, 640, recipe.QWEN_VOCAB, card) == rl
+
+
+@pytest.mark.parametrize(
+    ("name", "type", "memory_gb"),
+    [
+        ("RTX 5090", "RTX 5090", 32),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090", 32),
+        ("rtx_5090", "RTX 5090", 32),
+        ("RTX4090", "RTX 4090", 24),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada", 48),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000", 96),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000", 96),
+        ("NVIDIA L40S", "L40S", 48),
+        ("NVIDIA L40", "L40", 48),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe", 80),
+        ("NVIDIA A100-SXM4-80GB", "A100 SXM", 80),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM", 80),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 80),
+        ("NVIDIA H200", "H200", 141),
+    ],
+)
+def test_a_card_is_known_by_any_spelling(name, type, memory_gb):
+    found = recipe.gpu(name)
+    assert found is recipe.GPUS[type]
+    assert found.memory_gb == memory_gb
+    assert found.usd_per_hour > 0
+
+
+@pytest.mark.parametrize("name", ["", "A100", "NVIDIA A100-SXM4-40GB", "RTX", "GTX 1080", "TPU v5e"])
+def test_an_unknown_card_has_no_price(name):
+    assert recipe.gpu(name) is None
+
+
+def test_no_two_cards_share_a_spelling():
+    assert all(recipe.gpu(name) is one for one in recipe.GPUS.values() for name in (one.type, *one.also))
+
+
+def test_every_card_of_the_catalog_is_large_enough_for_its_model():
+    for model in recipe.CATALOG.values():
+        assert recipe.GPUS[model.gpu].memory_gb >= model.min_vram_gb
