@@ -92,7 +92,7 @@ def run_sft(settings: Settings, run: Run) -> None:
     prepare(settings, run, job)
     policy, checkpoint = warm_start.policy(settings, job.plan, job.adapter), resume(run, job)
     announce_training(run, job, "sft_model_load")
-    progress = midrun.as_callback(midrun.Losses, run.publisher)
+    progress = midrun.as_callback(midrun.Losses, run.publisher, run.stream)
     listeners = [progress, *watchers(run, job)]
     trainer = trainers.sft_trainer(settings, job.plan, talk, rows, batch, listeners, policy)
     train(run, job, trainer, progress, checkpoint)
@@ -108,7 +108,7 @@ def run_rl(settings: Settings, run: Run) -> None:
     prepare(settings, run, job)
     policy, checkpoint = warm_start.policy(settings, job.plan, job.adapter), resume(run, job)
     announce_training(run, job, "rl_train_start")
-    progress = midrun.as_callback(midrun.Rewards, run.publisher, run.tally)
+    progress = midrun.as_callback(midrun.Rewards, run.publisher, run.stream, run.tally)
     listeners = [progress, *watchers(run, job)]
     trainer = trainers.grpo_trainer(settings, job.plan, talk, prompts, batch, way, listeners, policy)
     train(run, job, trainer, progress, checkpoint)

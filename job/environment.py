@@ -48,13 +48,14 @@ class Environment:
         self,
         reference: str,
         loaded: Any,
-        evaluator: Any | None = None,
+        evaluator: "Environment | None" = None,
         params: Mapping[str, Any] | None = None,
     ):
         import verifiers as vf
 
         params = params or {}
-        self.id, self.loaded, self.evaluator = reference, loaded, evaluator
+        self.id, self.loaded = reference, loaded
+        self.evaluator = evaluator or self
         self.is_tool_env = isinstance(loaded, vf.ToolEnv)
         self.multi_turn = any(
             isinstance(one, vf.MultiTurnEnv) and not isinstance(one, vf.SingleTurnEnv)
@@ -78,7 +79,7 @@ class Environment:
         return cls(
             reference,
             _load(reference, passed),
-            _load(evaluator_id, {}) if evaluator_id else None,
+            cls(evaluator_id, _load(evaluator_id, {})) if evaluator_id else None,
             params,
         )
 
@@ -115,8 +116,8 @@ class Environment:
         return _rows(getter, 0)
 
     def eval_rows(self) -> list[Row]:
-        """Held-out rows, or the training rows when there are none; errors of the getter propagate."""
-        source = self.evaluator or self.loaded
+        """Held-out rows of `evaluator`, else its training rows; errors of the getter propagate."""
+        source = self.evaluator.loaded
         if self._has(source, "eval_dataset"):
             rows = _rows(source.get_eval_dataset, self.eval_seed)
         else:
@@ -129,7 +130,7 @@ class Environment:
     @property
     def has_held_out_rows(self) -> bool:
         """Whether `eval_rows` are others than the training rows."""
-        return self.evaluator is not None or self._has(self.loaded, "eval_dataset")
+        return self.evaluator is not self or self._has(self.loaded, "eval_dataset")
 
     @staticmethod
     def _has(env: Any, split: str) -> bool:

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 CHECK_EVERY_S, CANCEL_S = 0.2, 2.0
 TIME_LIMIT_S = 900.0
 T = TypeVar("T")
+Note = Callable[[Any, str, BaseException], None]  # a state, the function that failed on it, and with what
 Problems = dict[int, str]  # by the identity of the state that is spoilt: environments write its fields
 
 
@@ -32,6 +33,11 @@ class Reply:
     text: str
     reasoning: str = ""
     truncated: bool = False
+
+    @property
+    def message(self) -> dict[str, Any]:
+        thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": "assistant", "content": self.text, **thought}
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,15 @@ class Score:
         """The problem's type: `<Type>: …`, or `<function>: <Type>: …`."""
         parts = self.problem.split(": ")
         return next((one for one in parts if one[:1].isupper()), parts[0])[:60]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A prompt, what was said after it, as plain messages, and its score."""
+
+    prompt: Sequence[Mapping[str, Any]]
+    completion: Sequence[Mapping[str, Any]]
+    score: Score
 
 
 class SampledReply:
@@ -79,6 +94,7 @@ class Scorer:
 
         Client.register(SampledReply)
         self.env, self.check, self.problems = env, check, Problems()
+        self.unreported: dict[int, set[str]] = {}  # metrics that failed, by the identity of the state
         self.has_weighted = False
         for rubric in rubric_tree(env.loaded.rubric):
             self._record(rubric)
@@ -164,13 +180,13 @@ class Scorer:
             raise TimeoutError(f"not scored within {TIME_LIMIT_S:g} s") from error
 
     def _score(self, row: Row, state: Any, failed: Sequence[Any]) -> Score:
-        problem = self.problems.pop(id(state), "")
+        problem, unreported = self.problems.pop(id(state), ""), self.unreported.pop(id(state), set())
         errors = [one for one in (state, *failed) if isinstance(one, BaseException)]
         if errors:
             return Score(None, problem=described(errors[0]))
         if state["error"]:
             return Score(None, problem=described(state["error"]))
-        metrics = dict(state["metrics"] or {})
+        metrics = {name: one for name, one in (state["metrics"] or {}).items() if name not in unreported}
         if problem:
             return Score(None, metrics, problem)
         return Score(state["reward"] if self.has_weighted else contains_answer(row, state), metrics)
@@ -180,27 +196,31 @@ class Scorer:
     def _record(self, rubric: Any) -> None:
         for index, (func, weight) in enumerate(zip(rubric.funcs, rubric.weights, strict=True)):
             self.has_weighted |= bool(weight)
-            # What a metric of weight zero fails on matters to nobody, but it must not make the sum a NaN.
-            problems = self.problems if weight else None
+            note = self._spoilt if weight else self._unreported
             recorded = _recorded_group if rubric._is_group_func(func) else _recorded
-            rubric.funcs[index] = recorded(func, problems)
+            rubric.funcs[index] = recorded(func, note)
+
+    def _spoilt(self, state: Any, name: str, error: BaseException) -> None:
+        self.problems[id(state)] = f"{name}: {type(error).__name__}: {error}"
+
+    def _unreported(self, state: Any, name: str, error: BaseException) -> None:
+        """A metric of weight zero costs no sample, and its failure is no 0."""
+        self.unreported.setdefault(id(state), set()).add(name)
 
 
-def _recorded(func: Callable[..., Any], problems: Problems | None) -> Callable[..., Awaitable[float]]:
+def _recorded(func: Callable[..., Any], note: Note) -> Callable[..., Awaitable[float]]:
     @functools.wraps(func)
     async def recorded(**objects: Any) -> float:
-        with _Noting(problems, [objects["state"]], function_name(func)):
+        with _Noting(note, [objects["state"]], function_name(func)):
             return _number(await _awaited(func(**_accepted(func, objects))))
 
     return _with_signature(recorded, func, ())
 
 
-def _recorded_group(
-    func: Callable[..., Any], problems: Problems | None
-) -> Callable[..., Awaitable[list[float]]]:
+def _recorded_group(func: Callable[..., Any], note: Note) -> Callable[..., Awaitable[list[float]]]:
     @functools.wraps(func)
     async def recorded(**objects: Any) -> list[float]:
-        with _Noting(problems, objects["states"], function_name(func)):
+        with _Noting(note, objects["states"], function_name(func)):
             scores = await _awaited(func(**_accepted(func, objects)))
             return [_number(score) for score, _ in zip(scores, objects["states"], strict=True)]
 
@@ -211,16 +231,16 @@ def _recorded_group(
 class _Noting:
     """Writes an exception down under the samples it spoils, and lets it pass."""
 
-    problems: Problems | None
+    note: Note
     states: Sequence[Any]
     name: str
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self.problems is not None:
-            keys = [id(state) for state in self.states]
-            self.problems |= dict.fromkeys(keys, f"{self.name}: {type(error).__name__}: {error}")
+        if error is not None:
+            for state in self.states:
+                self.note(state, self.name, error)
 
 
 def _number(score: Any) -> float:

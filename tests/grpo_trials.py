@@ -160,6 +160,13 @@ def build(env: dict[str, str], *, dtype: str = "float32", policy: Any = None) ->
     guard = midrun.as_callback(midrun.GradientGuard, tally)
     model = policy(settings, plan) if policy else None
     trainer = trainers.grpo_trainer(
-        settings, plan, talk, prompts, batch, Way(tally, reward), [history, guard], policy=model
+        settings,
+        plan,
+        talk,
+        prompts,
+        batch,
+        Way(tally, reward.scorer, reward),
+        [history, guard],
+        policy=model,
     )
     return Trial(settings, plan, talk, prompts, batch, reward, history, guard, trainer)

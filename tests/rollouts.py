@@ -98,7 +98,7 @@ def make(
     rows = sorted(environment.train_rows(), key=lambda row: row["example_id"])  # as written, not shuffled
     texts = [chat.render(environment.prompt(row), environment.tools(row)) for row in rows]
     prompts = Prompts(texts, rows, 0)
-    renderer = renderer_for(chat, shows_tools(environment, prompts))
+    renderer = renderer_for(chat, shows_tools(environment, prompts.rows))
     return Rollout(settings, environment, chat, prompts, Scorer(environment), renderer)
 
 

@@ -1,14 +1,14 @@
 """How a run's completions come about: sampled by TRL, played by verifiers, or by TRL's own tool loop."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from accounting import Tally
 from job.chat import Chat
 from job.dataset import Prompts
-from job.environment import Environment
+from job.environment import Environment, Row
 from job.scoring import Scorer
 from job.settings import Settings
 from training import tool_loop
@@ -24,13 +24,13 @@ class Way:
     """What TRL is given besides the model: the reward, who plays, and what that needs."""
 
     tally: Tally
+    scorer: Scorer
     reward: Any
     rollout: Rollout | None = None
     tools: Sequence[Any] = ()
     tool_schemas: Sequence[Mapping[str, Any]] = ()
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    check: Callable[[], None] = lambda: None  # raises, between two tokens, when the run has to stop
 
 
 def plan(
@@ -39,20 +39,25 @@ def plan(
     """Choose the way for this environment; raises SettingsError or NoExactGlue when there is none."""
     if settings.rl_tool_loop == "trl":
         return trl_way(settings, env, chat, prompts, scorer, tally)
-    if not env.multi_turn and not shapes_conversations(env):
-        return Way(tally, EnvironmentReward(settings, chat, prompts, scorer, tally), check=scorer.check)
-    has_tools = shows_tools(env, prompts)
+    if not is_played(env):
+        return Way(tally, scorer, EnvironmentReward(settings, chat, prompts, scorer, tally))
+    has_tools = shows_tools(env, prompts.rows)
     if env.is_tool_env and not has_tools:
         log.warning("%s is a tool environment without tools: played as a conversation", env.id)
     if settings.thinking_length_penalty_coef:
         log.warning("thinking_length_penalty_coef is not applied: %s plays conversations", env.id)
     rollout = Rollout(settings, env, chat, prompts, scorer, renderer_for(chat, has_tools))
-    return Way(tally, RolloutReward(rollout, tally), rollout, check=scorer.check)
+    return Way(tally, scorer, RolloutReward(rollout, tally), rollout)
 
 
-def shows_tools(env: Environment, prompts: Prompts) -> bool:
+def shows_tools(env: Environment, rows: Sequence[Row]) -> bool:
     """Whether any row has tools: a group's members and single rows may bring their own."""
-    return any(env.tools(row) for row in prompts.rows)
+    return any(env.tools(row) for row in rows)
+
+
+def is_played(env: Environment) -> bool:
+    """Whether conversations need verifiers' own loop; else one reply to the row's prompt is all there is."""
+    return env.multi_turn or shapes_conversations(env)
 
 
 def shapes_conversations(env: Environment) -> bool:
@@ -73,6 +78,7 @@ def trl_way(
     tool_loop.check(env, chat)
     return Way(
         tally,
+        scorer,
         tool_loop.TranscriptReward(settings, env, prompts, scorer, tally),
         tools=env.loaded.tools,
         tool_schemas=env.tools({}),
@@ -81,5 +87,4 @@ def trl_way(
             "max_tool_calling_iterations": env.max_turns,
             "chat_template_kwargs": {"enable_thinking": settings.thinking},
         },
-        check=scorer.check,
     )

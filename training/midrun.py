@@ -10,6 +10,7 @@ from typing import Any
 
 from accounting import Tally
 from delivery.publisher import Publisher
+from training.history import MetricsStream
 from training.rewards import SCORE, check_scored
 
 log = logging.getLogger(__name__)
@@ -43,25 +44,27 @@ class MicroSteps:
 class Losses(MicroSteps):
     """A beat at every log with a loss."""
 
-    def __init__(self, publisher: Publisher):
-        self.publisher = publisher
+    def __init__(self, publisher: Publisher, stream: MetricsStream):
+        self.publisher, self.stream = publisher, stream
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs:
-            self.publisher.beat("sft_step", step=state.global_step, loss=logs["loss"])
+            files = self.stream.file(state.log_history)
+            self.publisher.beat("sft_step", files, step=state.global_step, loss=logs["loss"])
 
 
 class Rewards(MicroSteps):
     """A beat at every log with a reward."""
 
-    def __init__(self, publisher: Publisher, tally: Tally):
-        self.publisher, self.tally = publisher, tally
+    def __init__(self, publisher: Publisher, stream: MetricsStream, tally: Tally):
+        self.publisher, self.stream, self.tally = publisher, stream, tally
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if not _is_number(logs.get("reward")):
             return
         self.publisher.beat(
             "rl_step",
+            self.stream.file(state.log_history),
             step=state.global_step,
             reward=float(logs["reward"]),
             reward_last=reward_history(state)[-8:],

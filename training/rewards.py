@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from accounting import Tally
 from job.chat import Chat, split_thinking
 from job.dataset import Prompts
-from job.scoring import Reply, Score, Scorer
+from job.scoring import Conversation, Reply, Score, Scorer
 from job.settings import Settings
 from training.rollout import Rollout
 
@@ -35,6 +36,7 @@ class EnvironmentReward:
     def __init__(self, settings: Settings, chat: Chat, prompts: Prompts, scorer: Scorer, tally: Tally):
         self.settings, self.chat, self.prompts = settings, chat, prompts
         self.scorer, self.tally = scorer, tally
+        self.conversations: list[Conversation] = []  # of the newest batch
 
     def __call__(
         self,
@@ -48,31 +50,36 @@ class EnvironmentReward:
         `row` is the index of each completion's prompt; the samples of a prompt stand side by side.
         """
         replies = [
-            self._reply(ids, self.prompts.texts[index])
+            reply(self.settings, self.chat, self.prompts.texts[index], ids, self.settings.rl_max_completion)
             for ids, index in zip(completion_ids, row, strict=True)
         ]
-        groups = self.prompts.groups(row, [one for one, _ in replies], self.settings.rl_group_size)
-        scores = [one for group in self.scorer.score(groups) for one in group]
-        count(self.tally, scores, log_metric)
-        return [
-            None if one.reward is None else one.reward - self._penalty(reasoning)
-            for one, (_, reasoning) in zip(scores, replies, strict=True)
+        groups = self.prompts.groups(row, replies, self.settings.rl_group_size)
+        raw = [one for group in self.scorer.score(groups) for one in group]
+        count(self.tally, raw, log_metric)
+        scores = [self._penalised(*pair) for pair in zip(raw, replies, strict=True)]
+        self.conversations = [
+            Conversation(self.scorer.env.prompt(self.prompts.rows[index]), [one.message], score)
+            for index, one, score in zip(row, replies, scores, strict=True)
         ]
+        return [one.reward for one in scores]
 
-    def _reply(self, ids: Sequence[int], prompt: str) -> tuple[Reply, str]:
-        """A completion as the environment is to see it, and its reasoning."""
-        text = self.chat.reply_text(ids)
-        for stop in self.settings.stop_sequences:
-            text = text.partition(stop)[0]
-        cut_off = len(ids) >= self.settings.rl_max_completion and ids[-1] not in self.chat.stop_ids
-        if not self.settings.thinking:
-            return Reply(text, truncated=cut_off), ""
-        thought = split_thinking(text, self.chat.opens_thinking(prompt))
-        return Reply(thought.answer or "", thought.reasoning, cut_off), thought.reasoning
-
-    def _penalty(self, reasoning: str) -> float:
+    def _penalised(self, score: Score, reply: Reply) -> Score:
         coefficient = self.settings.thinking_length_penalty_coef
-        return coefficient * len(self.chat.encode(reasoning)) if coefficient and reasoning else 0.0
+        if score.reward is None or not coefficient or not reply.reasoning:
+            return score
+        return replace(score, reward=score.reward - coefficient * len(self.chat.encode(reply.reasoning)))
+
+
+def reply(settings: Settings, chat: Chat, prompt: str, ids: Sequence[int], budget: int) -> Reply:
+    """Sampled ids as the environment is to see them; `prompt` is rendered text, `budget` tokens."""
+    text = chat.reply_text(ids)
+    for stop in settings.stop_sequences:
+        text = text.partition(stop)[0]
+    cut_off = len(ids) >= budget and ids[-1] not in chat.stop_ids
+    if not settings.thinking:
+        return Reply(text, truncated=cut_off)
+    thought = split_thinking(text, chat.opens_thinking(prompt))
+    return Reply(thought.answer or "", thought.reasoning, cut_off)
 
 
 class RolloutReward:
@@ -82,6 +89,10 @@ class RolloutReward:
 
     def __init__(self, rollout: Rollout, tally: Tally):
         self.rollout, self.tally = rollout, tally
+
+    @property
+    def conversations(self) -> list[Conversation]:
+        return self.rollout.conversations
 
     def __call__(
         self, reward: Sequence[float | None], log_metric: Callable[[str, float], None], **_: Any

@@ -10,6 +10,7 @@ from delivery.publisher import Publisher
 from delivery.redaction import redactor
 from delivery.store import open_store
 from job.settings import Identity, SettingsError
+from training.history import MetricsStream
 from training.preemption import Preemption, Signals
 
 
@@ -19,6 +20,7 @@ class Run:
     def __init__(self, identity: Identity, signals: Signals | None = None):
         self.identity, self.redact = identity, redactor(identity.secrets)
         self.attempt, self.tally = uuid.uuid4().hex[:8], Tally()
+        self.stream = MetricsStream(self.redact)
         self.store = open_store(
             identity.hf_repo, identity.store_dir, identity.prefix, identity.token, identity.endpoint
         )

@@ -140,8 +140,14 @@ class EngineSampler:
 class ModelSampler:
     """Samples with the trainer's own model: left-padded batches of whatever is waiting."""
 
-    def __init__(self, trainer: Any, cut_at: Callable[[Sequence[int], Sequence[str]], list[int]]):
-        self.trainer, self.cut_at = trainer, cut_at
+    def __init__(
+        self,
+        trainer: Any,
+        cut_at: Callable[[Sequence[int], Sequence[str]], list[int]],
+        check: Callable[[], None],
+    ):
+        """`check` is called before every token, and raises when the run has to stop."""
+        self.trainer, self.cut_at, self.check = trainer, cut_at, check
         self.waiting = Waiting(self._step)
         self.batches = 0
 
@@ -202,7 +208,7 @@ class ModelSampler:
             torch.no_grad(),
             seeded(seed + self.batches),
             unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model,
-            interruptible(model, trainer.check),
+            interruptible(model, self.check),
         ):
             device = trainer.accelerator.device
             out = model.generate(

@@ -14,7 +14,7 @@ from accounting import Tally
 from job.chat import Chat
 from job.dataset import Prompts
 from job.environment import Environment
-from job.scoring import Scorer
+from job.scoring import Conversation, Scorer
 from job.settings import Settings, SettingsError
 from training.rewards import count
 
@@ -59,6 +59,7 @@ class TranscriptReward:
 
     def __init__(self, settings: Settings, env: Environment, prompts: Prompts, scorer: Scorer, tally: Tally):
         self.settings, self.env, self.prompts, self.scorer, self.tally = settings, env, prompts, scorer, tally
+        self.conversations: list[Conversation] = []  # of the newest batch
 
     def __call__(
         self,
@@ -72,6 +73,10 @@ class TranscriptReward:
         groups = self.prompts.groups(row, transcripts, self.settings.rl_group_size)
         scores = [one for group in self.scorer.score_transcripts(groups) for one in group]
         count(self.tally, scores, log_metric)
+        self.conversations = [
+            Conversation(self.env.prompt(self.prompts.rows[index]), transcript, score)
+            for index, transcript, score in zip(row, transcripts, scores, strict=True)
+        ]
         return [one.reward for one in scores]
 
 

@@ -20,6 +20,7 @@ from job.weights import EXPERT_TARGETS, WeightsPlan
 from training import engine, gpu, warm_start
 from training.conversations import Way
 from training.fitting import FittingPolicy, FittingTrainer
+from training.history import MeasuredTrainer
 from training.midrun import GradientFailure
 from training.preemption import interruptible
 from training.random_streams import by_epoch, sampler_seed, seeded
@@ -57,7 +58,7 @@ def sft_trainer(
 
     arguments = sft_arguments(settings, plan, batch, len(rows))
     columns = {"input_ids": [row.ids for row in rows], "labels": [row.labels for row in rows]}
-    trainer = type("SupervisedTrainer", (FittingTrainer, SavingTrainer, SFTTrainer), {})(
+    trainer = type("SupervisedTrainer", (FittingTrainer, SavingTrainer, MeasuredTrainer, SFTTrainer), {})(
         model=plan.load(settings) if policy is None else policy,
         args=SFTConfig(**arguments),
         train_dataset=Dataset.from_dict(columns),
@@ -171,7 +172,7 @@ def grpo_trainer(
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    kind = type("PolicyTrainer", (PolicyTrainer, FittingPolicy, SavingTrainer, GRPOTrainer), {})
+    kind = type("PolicyTrainer", (PolicyTrainer, FittingPolicy, SavingTrainer, MeasuredTrainer, GRPOTrainer), {})
     arguments = {**grpo_arguments(settings, plan, batch), **way.arguments}
     with engine.in_place_of_trls(engine_options(settings, plan, chat)):
         trainer = kind(
@@ -259,7 +260,7 @@ class PolicyTrainer:
     def follow(self: Any, settings: Settings, chat: Chat, way: Way) -> None:
         """Take what the methods below need; called once, before training."""
         self.settings, self.chat, self.tally = settings, chat, way.tally
-        self.check_run = way.check
+        self.check_run = way.scorer.check
         self.tool_schemas = way.tool_schemas
         self.eos_token_ids = sorted({*self.eos_token_ids, *chat.stop_ids})
         if settings.rl_use_vllm:
@@ -268,7 +269,11 @@ class PolicyTrainer:
             self.sampler: Any = EngineSampler(self.vllm_generation)
         else:
             self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
-            self.sampler = ModelSampler(self, chat.cut_at)
+            self.sampler = ModelSampler(self, chat.cut_at, self.check)
+
+    @property
+    def tokens_so_far(self: Any) -> int:
+        return self.tally.generated_tokens
 
     def check(self: Any) -> None:
         """Called before every token of a generation: it has not hung, and may have to stop."""
