@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,20 @@ from delivery.store import Store, folder_files
 from job import chat, cli, prefetch, rules, weights
 from job.knobs import secret_values
 from job.settings import Identity, Settings, identify
-from training import engine, gpu, inputs, midrun, preemption, rewards, saving, trainers, warm_start
+from training import (
+    engine,
+    gpu,
+    inputs,
+    midrun,
+    preemption,
+    rewards,
+    saving,
+    trainers,
+    warm_start,
+)
+from training.observers import Observers, observe
 from training.preemption import Preempted, Signals
+from training.reporting import Files
 from training.run import Run
 
 log = logging.getLogger("worker")
@@ -88,17 +100,16 @@ def export_token(env: MutableMapping[str, str], identity: Identity) -> None:
 def run_sft(settings: Settings, run: Run) -> None:
     """Supervised fine-tuning."""
     job, settings = load(settings, run)
-    talk, rows, batch = inputs.for_sft(settings, job)
+    talk, rows, batch = inputs.for_sft(settings, job, run.check)
     prepare(settings, run, job)
     policy, checkpoint = warm_start.policy(settings, job.plan, job.adapter), resume(run, job)
     announce_training(run, job, "sft_model_load")
-    progress = midrun.as_callback(midrun.Losses, run.publisher, run.stream)
-    listeners = [progress, *watchers(run, job)]
-    trainer = trainers.sft_trainer(settings, job.plan, talk, rows, batch, listeners, policy)
-    train(run, job, trainer, progress, checkpoint)
+    observers = observe(settings, run, job)
+    trainer = trainers.sft_trainer(settings, job.plan, talk, rows, batch, observers.callbacks, policy)
+    train(run, job, trainer, observers, checkpoint)
     job.note(epochs=settings.sft_epochs)
     deliver_adapter(settings, run, job, trainer, talk)
-    finish(settings, run, job)
+    finish(settings, run, job, observers.reporter.later(trainer.state, finished=True))
 
 
 def run_rl(settings: Settings, run: Run) -> None:
@@ -108,15 +119,16 @@ def run_rl(settings: Settings, run: Run) -> None:
     prepare(settings, run, job)
     policy, checkpoint = warm_start.policy(settings, job.plan, job.adapter), resume(run, job)
     announce_training(run, job, "rl_train_start")
-    progress = midrun.as_callback(midrun.Rewards, run.publisher, run.stream, run.tally)
-    listeners = [progress, *watchers(run, job)]
-    trainer = trainers.grpo_trainer(settings, job.plan, talk, prompts, batch, way, listeners, policy)
-    train(run, job, trainer, progress, checkpoint)
+    observers = observe(settings, run, job, way)
+    trainer = trainers.grpo_trainer(
+        settings, job.plan, talk, prompts, batch, way, observers.callbacks, policy
+    )
+    train(run, job, trainer, observers, checkpoint)
     history = midrun.reward_history(trainer.state)
     rewards.check(settings, history, run.tally)
     job.note(**rewards.notes(settings, trainer.args, history, run.tally))
     deliver_adapter(settings, run, job, trainer, talk)
-    finish(settings, run, job)
+    finish(settings, run, job, observers.reporter.later(trainer.state, finished=True))
 
 
 # --- the steps they share ---
@@ -169,23 +181,18 @@ def announce_training(run: Run, job: inputs.Job, stage: str) -> None:
     run.publisher.beat(stage, setup_seconds=job.metrics.setup_seconds, resumed=resumed)
 
 
-def watchers(run: Run, job: inputs.Job) -> list[Any]:
-    """The callbacks of every trainer: gradients, then saves."""
-    guard = midrun.as_callback(midrun.GradientGuard, run.tally)
-    saves = (run.checkpoints, job.determinants, job.plan.commit, run.tally, run.check)
-    return [guard, midrun.as_callback(saving.Streaming, *saves)]
-
-
-def train(run: Run, job: inputs.Job, trainer: Any, progress: Any, checkpoint: Path | None) -> None:
+def train(run: Run, job: inputs.Job, trainer: Any, observers: Observers, checkpoint: Path | None) -> None:
     """Train, timed, until the target or until the machine is taken away."""
+    observers.evaluations.get_trainer = lambda: trainer
     trainer.announce = partial(run.publisher.beat, "micro_batch_halved")
 
     def passes() -> int:
-        return progress.micro_steps + trainer.sampling_passes
+        return observers.progress.micro_steps + trainer.sampling_passes
 
     with run.publisher.counting("passes", passes), run.preemption.can_stop():
         try:
             saving.train(trainer, checkpoint)
+            observers.evaluations.finish(trainer.state)
             run.check()
         except Preempted:
             saving.save_now(trainer, run.preemption.left_s())
@@ -203,12 +210,13 @@ def deliver_adapter(settings: Settings, run: Run, job: inputs.Job, trainer: Any,
     run.publisher.upload("adapter/", folder_files(folder, "adapter"), f"{settings.mode}_trained", **facts)
 
 
-def finish(settings: Settings, run: Run, job: inputs.Job) -> None:
-    """Account for the run: train_meta.json, metrics.json, DONE, in this order."""
+def finish(settings: Settings, run: Run, job: inputs.Job, report: Callable[[], Files]) -> None:
+    """Account for the run: train_meta.json and the report, metrics.json, DONE, in this order."""
     metrics, step = job.metrics, run.tally.step
+    meta = run.keep("train_meta.json", metrics.train_meta(settings.output_dir / "adapter"))
     run.publisher.beat(
         f"{settings.mode}_train_done",
-        {"train_meta.json": run.keep("train_meta.json", metrics.train_meta(settings.output_dir / "adapter"))},
+        {"train_meta.json": meta, **report()},
         train_wall=metrics.wall_seconds,
         train_tokens=metrics.train_tokens,
         generated_tokens=metrics.generated_tokens,
@@ -285,7 +293,7 @@ def check(env: MutableMapping[str, str], out: TextIO) -> None:
     export_token(env, identity)
     job, settings = inputs.load(settings, redactor(identity.secrets), [], download=False)
     if settings.mode == "sft":
-        _, rows, batch = inputs.for_sft(settings, job)
+        _, rows, batch = inputs.for_sft(settings, job, lambda: None)
         lengths = [len(row.ids) for row in rows]
     else:
         talk, prompts, batch, _ = inputs.for_rl(settings, job, Tally(), lambda: None)

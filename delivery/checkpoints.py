@@ -171,8 +171,12 @@ class Checkpoints:
         job: Mapping[str, Any],
         model_commit: str | None,
         totals: Mapping[str, Any],
+        beside: Callable[[], Mapping[str, Content]] = dict,
     ) -> None:
-        """Take a checkpoint out of the trainer's reach and queue it; a disk that is full costs no run."""
+        """Take a checkpoint out of the trainer's reach and queue it; a disk that is full costs no run.
+
+        `beside` makes the files that go into the same commit, when that is made.
+        """
         self._staged += 1
         staged = self.staging / f"{saved.name}.{self._staged}"  # a step can be saved again while it uploads
         try:
@@ -182,7 +186,7 @@ class Checkpoints:
             self.lost(step, f"it cannot be staged: {error}")
             return
         manifest = Manifest(step, self.attempt, job, model_commit, dict(totals))
-        outcome = self.publisher.stream(step, lambda: self._commit(staged, manifest))
+        outcome = self.publisher.stream(step, lambda: self._commit(staged, manifest, beside()))
         outcome.add_done_callback(lambda outcome: self._settle(staged, step, outcome))
 
     def lost(self, step: int, why: str) -> None:
@@ -190,14 +194,14 @@ class Checkpoints:
         log.warning("checkpoint-%d is lost: %s", step, why)
         self.publisher.beat("checkpoint_upload_failed", step=step, error=self.redact(why)[:500])
 
-    def _commit(self, staged: Path, manifest: Manifest) -> Commit:
+    def _commit(self, staged: Path, manifest: Manifest, beside: Mapping[str, Content]) -> Commit:
         """Files, then the manifest; and away with all that is older than the complete step before it."""
         folder = _folder(manifest.step)
         names = [path.relative_to(staged).as_posix() for path in sorted(staged.rglob("*")) if path.is_file()]
         if not names:
             raise FileNotFoundError(f"{staged} has gone")
         described = replace(manifest, files={name: _file(staged / name) for name in names})
-        files: dict[str, Content] = {f"{folder}{name}": staged / name for name in names}
+        files: dict[str, Content] = {**beside, **{f"{folder}{name}": staged / name for name in names}}
         files[f"{folder}{MANIFEST}"] = self.redact(described.to_json()).encode()
         stale = stale_steps(manifest.step, self._complete, self._there)
         return Commit(f"checkpoint-{manifest.step}", files, tuple(_folder(step) for step in stale))

@@ -64,6 +64,7 @@ class Publisher:
         self.redact, self.clock = redact, clock
         self.deadline_s = deadline_s
         self.last_stage, self.last_extras, self.last_beat_at = "", dict[str, Any](), clock()
+        self.reached: dict[str, float] = {}  # by the clock, when each stage was first told
         self._budget = Budget(min_interval_s)
         self._changed = threading.Condition()
         self._queue: deque[Parcel] = deque()
@@ -155,6 +156,7 @@ class Publisher:
 
     def _remember(self, stage: str, extras: Mapping[str, Any]) -> None:
         self.last_stage, self.last_extras, self.last_beat_at = stage, dict(extras), self.clock()
+        self.reached.setdefault(stage, self.last_beat_at)
 
     def _payload(self, stage: str, extras: Mapping[str, Any]) -> str:
         return self.redact(strict_json({"stage": stage, "ts": time.time(), **self.header, **extras}))

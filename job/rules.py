@@ -119,7 +119,6 @@ def check_not_yet(settings: Settings) -> None:
     """Refuse what the contract names and this version does not do, rather than ignore it."""
     unsupported = {
         f"WORLD_SIZE={settings.processes}": settings.processes > 1,
-        f"AUTOSLM_EVAL_EVERY_STEPS={settings.eval_every_steps}": settings.eval_every_steps > 0,
         "AUTOSLM_MERGE=on": settings.merge,
         f"AUTOSLM_REPORT_TO={','.join(settings.report_to)}": bool(settings.report_to),
     }

@@ -331,6 +331,11 @@ class Settings(Identity):
         return self.sft_save_steps if self.mode == "sft" else self.rl_save_steps
 
     @property
+    def eval_tokens(self) -> int:
+        """Tokens of an evaluated turn."""
+        return self.eval_max_new or self.rl_max_completion
+
+    @property
     def output_dir(self) -> Path:
         """The trainer's output folder; the adapter is written to its `adapter/`."""
         return self.work_dir / f"{self.mode}_seed{self.seed}"

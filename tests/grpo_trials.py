@@ -16,6 +16,7 @@ from job.scoring import Scorer
 from job.settings import identify
 from training import midrun, rewards, trainers
 from training.conversations import Way
+from training.history import MetricsStream
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Silent:
     def __init__(self) -> None:
         self.beats: list[dict[str, Any]] = []
 
-    def beat(self, stage: str, **extras: Any) -> None:
+    def beat(self, stage: str, files: Any = None, **extras: Any) -> None:
         self.beats.append({"stage": stage, **extras})
 
 
@@ -156,7 +157,7 @@ def build(env: dict[str, str], *, dtype: str = "float32", policy: Any = None) ->
     batch = trainers.rl_batch(settings, plan, loaded, len(prompts.rows))
     tally = Tally()
     reward = WatchedReward(settings, talk, prompts, WatchedScorer(loaded), tally)
-    history = midrun.as_callback(midrun.Rewards, Silent(), tally)
+    history = midrun.as_callback(midrun.Rewards, Silent(), MetricsStream(str), tally)
     guard = midrun.as_callback(midrun.GradientGuard, tally)
     model = policy(settings, plan) if policy else None
     trainer = trainers.grpo_trainer(

@@ -27,13 +27,24 @@ EXTRAS = {
     "model_prefetched": {"model", "download_seconds", "hf_transfer"},
     "rl_train_start": {"setup_seconds", "resumed"},
     "rl_step": {"step", "reward", "reward_last", "rewards", "unscorable"},
+    "rl_eval": {
+        *("step", "eval_split", "eval_n", "eval_reward", "eval_pass_rate", "eval_reward_min"),
+        *("eval_reward_max", "eval_metric_ones", "eval_metric_length"),
+    },
     "checkpoint_uploaded": {"step"},
     "rl_trained": {"train_wall", "step"},
     "rl_train_done": {"train_wall", "train_tokens", "generated_tokens", "step"},
     "done": {"step"},
 }
-STORY = ["boot", "rl_start", "model_prefetched", "rl_train_start", *["rl_step"] * STEPS]
-STORY += ["checkpoint_uploaded", "rl_trained", "rl_train_done", "done"]
+STORY = ["boot", "rl_start", "model_prefetched", "rl_train_start"]
+STORY += [
+    *["rl_step"] * 3,
+    "rl_eval",
+    *["rl_step"] * 4,
+    "rl_eval",
+    *["rl_step"] * 3,
+]  # at 4, at 8, at the end
+STORY += ["checkpoint_uploaded", "rl_eval", "rl_trained", "rl_train_done", "done"]
 NOTES = {
     *("renderer", "thinking", "train_wall", "model_id", "environment", "job_spec", "resumed"),
     *("download_seconds", "hf_transfer"),
@@ -97,10 +108,11 @@ def run_against(hub: HubServer, folder: Path, model: Path, *args: Any, **more: A
 @pytest.fixture(scope="module")
 def good(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubRun]:
     train = {"steps": STEPS, "kl_penalty_coef": 0.05, "advantage_clip": 0.4}
+    knobs = {"AUTOSLM_HEARTBEAT_MIN_S": 0, "AUTOSLM_EVAL_EVERY_STEPS": 4}
     with HubServer() as hub:
         hub.create_repo("acme/runs", kind="dataset", private=True)
         folder = tmp_path_factory.mktemp("rl-good")
-        yield run_against(hub, folder, tiny_model, train=train, AUTOSLM_HEARTBEAT_MIN_S=0)
+        yield run_against(hub, folder, tiny_model, train=train, **knobs)
 
 
 @pytest.fixture(scope="module")

@@ -36,14 +36,19 @@ EXTRAS = {
     "model_prefetched": {"model", "download_seconds", "hf_transfer"},
     "sft_model_load": {"setup_seconds", "resumed"},
     "sft_step": {"step", "loss"},
+    "sft_eval": {
+        *("step", "eval_split", "eval_n", "eval_reward", "eval_pass_rate", "eval_reward_min"),
+        *("eval_reward_max", "eval_metric_exact"),
+    },
     "checkpoint_uploaded": {"step"},
     "sft_trained": {"train_wall", "step"},
     "sft_train_done": {"train_wall", "train_tokens", "generated_tokens", "step"},
     "done": {"step"},
 }
-# Twenty-one steps of eight rows: the trainer logs twice.
-STORY = ["boot", "sft_start", "model_prefetched", "sft_model_load", "sft_step", "sft_step"]
-STORY += ["checkpoint_uploaded", "sft_trained", "sft_train_done", "done"]
+# Twenty-one steps of eight rows: the trainer logs twice, after each evaluation but the last.
+STORY = ["boot", "sft_start", "model_prefetched", "sft_model_load"]
+STORY += ["sft_eval", "sft_step", "sft_eval", "sft_step", "checkpoint_uploaded", "sft_eval"]
+STORY += ["sft_trained", "sft_train_done", "done"]
 
 
 def run_dir(folder: Path) -> dict[str, Path]:
@@ -95,6 +100,8 @@ def hub_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             HUGGINGFACE_TOKEN=TOKEN,
             HF_ENDPOINT=hub.url,
             AUTOSLM_HEARTBEAT_MIN_S=0,
+            AUTOSLM_EVAL_EVERY_STEPS=10,
+            AUTOSLM_EVAL_MAX_NEW=8,
             SFT_EPOCHS=7,
         )
         ended = harness.start_python(["worker.py"], env, folder / "home")
@@ -140,7 +147,7 @@ def test_stages_come_in_order_with_their_fields(hub_run: HubRun) -> None:
     assert made == sorted(made)
     assert len({beat["attempt"] for beat in beats}) == 1
     steps = [beat["step"] for beat in beats if "step" in beat]
-    assert steps == [10, 20, 21, 21, 21, 21]
+    assert steps == [10, 10, 20, 20, 21, 21, 21, 21, 21]
     first, second = (beat["loss"] for beat in beats if beat["stage"] == "sft_step")
     assert second < first
 
@@ -434,17 +441,18 @@ class Bench:
     callbacks: list[Any] = field(default_factory=list)
 
     def trainer(self) -> Any:
-        import worker
-        from training import midrun, trainers
+        from training import trainers
+        from training.observers import observe
 
-        self.losses = midrun.as_callback(midrun.Losses, self.run.publisher)
-        callbacks = [self.losses, *worker.watchers(self.run, self.job), *self.callbacks]
+        self.job.note(resumed=False)
+        self.observers = observe(self.settings, self.run, self.job)
+        callbacks = [*self.observers.callbacks, *self.callbacks]
         return trainers.sft_trainer(self.settings, self.job.plan, self.talk, self.rows, self.batch, callbacks)
 
     def train(self, trainer: Any) -> None:
         import worker
 
-        worker.train(self.run, self.job, trainer, self.losses, None)
+        worker.train(self.run, self.job, trainer, self.observers, None)
 
 
 @pytest.fixture
@@ -462,7 +470,7 @@ def bench(job: Callable[..., dict[str, str]]) -> Callable[..., Bench]:
         run = Run(identity)
         run.start()
         found, settings = inputs.load(rules.resolve(env, identity), run.redact, [])
-        talk, rows, batch = inputs.for_sft(settings, found)
+        talk, rows, batch = inputs.for_sft(settings, found, lambda: None)
         return Bench(settings, run, found, talk, rows, batch, list(callbacks))
 
     return make

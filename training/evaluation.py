@@ -43,7 +43,7 @@ class Exam:
 
 def set_exam(settings: Settings, env: Environment, chat: Chat, length: int) -> Exam:
     """The first rows of the held-out split that leave room for an answer; none when it cannot be read."""
-    judge, turn_tokens = env.evaluator, settings.eval_max_new or settings.rl_max_completion
+    judge, turn_tokens = env.evaluator, settings.eval_tokens
     rows: list[Row] = []
     split = "train"
     if settings.eval_every_steps:

@@ -17,7 +17,7 @@ from job.prefetch import Prefetch, check_room
 from job.scoring import Scorer
 from job.settings import Settings, SettingsError
 from job.weights import WeightsPlan, locate, plan_weights, warn_large_experts, warn_slow_kernels
-from training import conversations, trainers
+from training import conversations, evaluation, trainers
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Job:
     redact: Callable[[str], str]
     prefetch: Prefetch
     adapter: Path | None = None
+    examiner: evaluation.Examiner | None = None
     setup_began: float = 0.0
     resumed_from: Manifest | None = None
     determinants: dict[str, Any] = field(default_factory=dict)  # of what is learnt
@@ -89,13 +90,15 @@ def load(
     return job, rules.fit_context(settings, plan.context_length)
 
 
-def for_sft(settings: Settings, job: Job) -> tuple[Chat, list[Row], recipe.Batch]:
+def for_sft(settings: Settings, job: Job, check: Callable[[], None]) -> tuple[Chat, list[Row], recipe.Batch]:
     """Tokenizer, rows and batch: all that can be refused is refused here, before weights are downloaded."""
     talk = open_chat(settings, job.plan)
     rows, source, counts = dataset.sft_rows(settings, job.env, talk)
     batch = trainers.sft_batch(settings, job.plan)
     job.note(dataset_fingerprint=fingerprint(source), rows=vars(counts), batch=vars(batch))
     determine(settings, job)
+    length = min(settings.sft_max_length + settings.eval_tokens, job.plan.context_length)
+    job.examiner = evaluation.prepare(settings, job.env, talk, length, check)
     return talk, rows, batch
 
 
@@ -123,8 +126,10 @@ def for_rl(
     prompts = dataset.rl_prompts(settings, job.env, talk)
     batch = trainers.rl_batch(settings, job.plan, job.env, len(prompts.rows))
     way = conversations.plan(settings, job.env, talk, prompts, Scorer(job.env, check), tally)
-    job.note(dataset_fingerprint=fingerprint(prompts.rows), prompts_over_budget=prompts.over_budget)
+    counts = {"prompts": len(prompts.rows), "prompts_over_budget": prompts.over_budget}
+    job.note(dataset_fingerprint=fingerprint(prompts.rows), rows=counts, **counts)
     determine(settings, job)
+    job.examiner = evaluation.prepare(settings, job.env, talk, settings.rl_vllm_max_len, check, way)
     return talk, prompts, batch, way
 
 

@@ -1,6 +1,7 @@
 """One attempt at a run: who it is, the places it writes to, and when it has to stop."""
 
 import shutil
+import time
 import uuid
 from pathlib import Path
 
@@ -20,6 +21,7 @@ class Run:
     def __init__(self, identity: Identity, signals: Signals | None = None):
         self.identity, self.redact = identity, redactor(identity.secrets)
         self.attempt, self.tally = uuid.uuid4().hex[:8], Tally()
+        self.began = time.monotonic()
         self.stream = MetricsStream(self.redact)
         self.store = open_store(
             identity.hf_repo, identity.store_dir, identity.prefix, identity.token, identity.endpoint

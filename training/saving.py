@@ -12,6 +12,7 @@ from typing import Any
 
 from accounting import Tally
 from delivery.checkpoints import Checkpoints
+from delivery.store import Content
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,14 @@ class Streaming:
         model_commit: str | None,
         tally: Tally,
         check: Callable[[], None],
+        report: Callable[[Any], Callable[[], Mapping[str, Content]]] = lambda state: dict,
     ):
-        """`job` says what is trained, on what; `check` raises when the run has to stop."""
+        """`job` says what is trained, on what; `check` raises when the run has to stop.
+
+        `report` takes the trainer's state and returns what will make the files that go with a checkpoint.
+        """
         self.checkpoints, self.job, self.model_commit = checkpoints, job, model_commit
-        self.tally, self.check = tally, check
+        self.tally, self.check, self.report = tally, check, report
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._wall_before, self._began = self.tally.train_wall, time.monotonic()
@@ -67,7 +72,12 @@ class Streaming:
         saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if saved.is_dir():
             self.checkpoints.stream(
-                saved, state.global_step, self.job, self.model_commit, self.tally.totals()
+                saved,
+                state.global_step,
+                self.job,
+                self.model_commit,
+                self.tally.totals(),
+                self.report(state),
             )
         else:
             self.checkpoints.lost(state.global_step, "the disk is full")

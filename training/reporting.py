@@ -1,0 +1,98 @@
+"""The report of a run at work: what it is drawn from is taken between two steps, and drawn elsewhere."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from delivery.report import Sample, Snapshot, files
+from job.scoring import Conversation
+from job.settings import Settings
+from training.conversations import Way
+from training.evaluation import Evaluations
+from training.inputs import Job
+from training.run import Run
+
+log = logging.getLogger(__name__)
+
+Files = Mapping[str, bytes]
+# What a run does from a milestone to the next.
+PHASES = {
+    "boot": "environment, data, prompts",
+    **dict.fromkeys(("sft_start", "rl_start"), "card, weights, libraries"),
+    "model_prefetched": "loading the model",
+    **dict.fromkeys(("sft_model_load", "rl_train_start"), "building the trainer, training"),
+    **dict.fromkeys(("sft_trained", "rl_trained"), "after the adapter's upload"),
+}
+
+
+class Reporter:
+    """Knows where everything that a report shows is to be found."""
+
+    def __init__(
+        self, settings: Settings, run: Run, job: Job, evaluations: Evaluations, way: Way | None = None
+    ):
+        self.settings, self.run, self.job = settings, run, job
+        self.evaluations, self.way = evaluations, way
+
+    def later(self, state: Any, *, finished: bool = False) -> Callable[[], Files]:
+        """Take what there is now; the result draws it, on whatever thread, and never fails."""
+        return partial(draw, self.snapshot(state, finished), self.run.redact)
+
+    def snapshot(self, state: Any, finished: bool) -> Snapshot:
+        settings, notes, tally = self.settings, self.job.metrics.notes, self.run.tally
+        samples, samples_from = self._samples(state.global_step)
+        return Snapshot(
+            prefix=settings.prefix,
+            mode=settings.mode,
+            model=settings.model,
+            environment=self.job.env.id,
+            attempt=self.run.attempt,
+            step=state.global_step,
+            target_steps=state.max_steps,
+            finished=finished,
+            resumed=notes["resumed"],
+            lines=list(state.log_history),
+            samples=samples,
+            samples_from=samples_from,
+            settings=settings.table(),
+            rows=notes["rows"],
+            counters={
+                "unscorable": tally.unscorable,
+                "bridge_breaks": tally.bridge_breaks,
+                "nonfinite_steps": tally.nonfinite_steps,
+                "rollout_errors": dict(tally.problems),
+            },
+            phases=self._phases(),
+            gpu_type=settings.job.gpu.type,
+            seconds=time.monotonic() - self.run.began,
+        )
+
+    def _samples(self, step: int) -> tuple[list[Sample], str]:
+        if self.way is not None:
+            return list(map(_sample, self.way.reward.conversations)), f"training step {step}"
+        source = f"evaluation at step {self.evaluations.step}" if self.evaluations.conversations else ""
+        return list(map(_sample, self.evaluations.conversations)), source
+
+    def _phases(self) -> list[tuple[str, float]]:
+        """Seconds of this attempt, milestone to milestone."""
+        reached = [one for one in self.run.publisher.reached.items() if one[0] in PHASES]
+        ends = [*(at for _, at in reached[1:]), time.monotonic()]
+        phases = [(PHASES[stage], end - at) for (stage, at), end in zip(reached, ends, strict=True)]
+        spent = self.evaluations.seconds
+        return [*phases, *([("of these, evaluations", spent)] if spent else [])]
+
+
+def draw(snapshot: Snapshot, redact: Callable[[str], str]) -> Files:
+    """The report's files; none, and a warning, when it cannot be drawn: a checkpoint comes with it."""
+    try:
+        return files(snapshot, redact)
+    except Exception:
+        log.warning("the report could not be drawn", exc_info=True)
+        return {}
+
+
+def _sample(one: Conversation) -> Sample:
+    score = one.score
+    return Sample(one.prompt, one.completion, score.reward, score.metrics, score.problem)
