@@ -22,11 +22,11 @@ import recipe
 from accounting import Tally
 from delivery.hub_client import StoreError, Unavailable, ask_again
 from delivery.patience import Superseded
-from delivery.publisher import say
 from delivery.redaction import redactor
 from delivery.store import Store, folder_files
+from delivery.terminal import say, set_up_logging
 from job import chat, cli, prefetch, rules, weights
-from job.knobs import secret_values
+from job.knobs import early, secret_values
 from job.settings import Identity, Settings, identify
 from training import (
     engine,
@@ -74,6 +74,7 @@ def main(env: MutableMapping[str, str], signals: Signals | None = None) -> None:
             return
         run.publisher.beat("boot")
         settings = rules.resolve(env, identity)
+        rules.announce(settings)
         {"sft": run_sft, "rl": run_rl}[settings.mode](settings, run)
     except Preempted:
         run.preemption.leave(run.preemption.left_s())
@@ -85,7 +86,7 @@ def main(env: MutableMapping[str, str], signals: Signals | None = None) -> None:
             log.exception("the failure could not be told in full")
         raise
     finally:
-        run.preemption.close()
+        run.close()
 
 
 def export_token(env: MutableMapping[str, str], identity: Identity) -> None:
@@ -304,7 +305,7 @@ def check(env: MutableMapping[str, str], out: TextIO) -> None:
 
 def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
     """Do what the command line asks; returns the exit code."""
-    cli.set_up_logging(env, redactor(secret_values(env)))
+    set_up_logging(early(Settings, "log_level", env), env, redactor(secret_values(env)))
     asked = {"--help": cli.print_help, "-h": cli.print_help, "--schema": cli.print_schema}
     try:
         if not arguments:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -16,8 +15,10 @@ from accounting import strict_json
 from delivery.budget import Budget
 from delivery.hub_client import NotFound, StoreError, Unavailable, Unreachable
 from delivery.patience import COMMIT_LIMIT_S, Patience, Persistence, Superseded
+from delivery.progress import UPLOADING
 from delivery.pulse import Pulse
 from delivery.store import Commit, Content, Read, Store
+from delivery.terminal import say
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Publisher:
         header: Mapping[str, Any],
         heartbeat_file: Path,
         *,
+        told: Callable[[str, Mapping[str, Any]], None] = lambda stage, extras: None,
         redact: Callable[[str], str] = str,
         min_interval_s: float = 60.0,
         deadline_s: float = 1800.0,
@@ -59,9 +61,9 @@ class Publisher:
         sleep: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`header` (run_id, mode, seed, attempt) is part of every beat; seconds are wall-clock."""
+        """`header` (run_id, mode, seed, attempt) is in every beat, `told` hears of all; wall-clock s."""
         self.store, self.header, self.heartbeat_file = store, dict(header), heartbeat_file
-        self.redact, self.clock = redact, clock
+        self.told, self.redact, self.clock = told, redact, clock
         self.deadline_s = deadline_s
         self.last_stage, self.last_extras, self.last_beat_at = "", dict[str, Any](), clock()
         self.reached: dict[str, float] = {}  # by the clock, when each stage was first told
@@ -104,6 +106,7 @@ class Publisher:
     ) -> None:
         """Commit a required artifact, with the beat that says so, and wait; raises StoreError."""
         with self._changed:
+            self.told(UPLOADING, {})
             then = (stage, extras) if stage else None
             parcel = self._enqueue("required", what, lambda: Commit(what, files), then)
         try:
@@ -172,6 +175,10 @@ class Publisher:
             commit = Commit(f"heartbeat: {stage}", {**files, HEARTBEAT: text.encode()})
             kind: Kind = "urgent" if stage in URGENT_STAGES else "throttled" if throttled else "milestone"
             self._enqueue(kind, commit.message, lambda: commit)
+        self._tell(stage, extras, text)
+
+    def _tell(self, stage: str, extras: Mapping[str, Any], text: str) -> None:
+        self.told(stage, extras)
         say(f"HEARTBEAT {text}")
 
     def _is_due(self) -> bool:
@@ -310,7 +317,7 @@ class Publisher:
             with self._changed:
                 self._remember(*parcel.then)
                 self._write_locally(text)
-                say(f"HEARTBEAT {text}")
+                self._tell(*parcel.then, text)
 
     def _patience(self, parcel: Parcel) -> Patience:
         if parcel.kind == "throttled":
@@ -335,12 +342,3 @@ class Publisher:
             self._known = (None, self.header["attempt"], owner)
         if owner not in self._known:
             raise Superseded(f"attempt {owner} has taken over {self.store.location}: this one stops")
-
-
-def say(line: str) -> None:
-    """Print a protocol line; a reader that has gone away is no reason to lose the run."""
-    try:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
-    except (OSError, ValueError) as error:
-        log.warning("stdout cannot be written: %s", error)

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,32 @@ NOT_INHERITED = ("AUTOSLM_JOB_SPEC_JSON", "HF_REPO", "PHASE", "RUN_ID")
 REAL_MODEL_TRAIN = {"batch_size": 8, "epochs": 1, "learning_rate": 2e-4}
 REAL_MODEL_RL = {"batch_size": 2, "group_size": 4, "steps": 5, "learning_rate": 1e-5}
 REAL_MODEL_STEPS = "30"
+# Of the libraries in this process; the worker sees to its own.
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+PLAN = """\
+Fine-tunes a tiny language model on this machine's CPU, with the same worker that
+runs on a GPU. About ten minutes on two cores:
+
+  1/5  build a base model that knows digits and chat turns, but no sums   30 s
+  2/5  supervised: 7000 sums, two passes                                 2 min
+  3/5  ask it held-out sums, without and with the trained adapter         20 s
+  4/5  supervised, stopped early: it adds small numbers now and then     1 min
+  5/5  GRPO from there: it samples answers, rewards alone make it better 5 min
+"""
+PLAN_REAL = """\
+Fine-tunes {model} for a few steps, with the same worker that
+runs on a GPU. How long that takes depends on the model's size and this machine:
+
+  2/5  supervised, on sums
+  3/5  ask it held-out sums, without and with the trained adapter
+  4/5  supervised, on small sums
+  5/5  GRPO from there, on rewards alone
+"""
 SHOWN_QUESTIONS = 6
 ANSWER_TOKENS = 16
 
@@ -62,14 +89,24 @@ class Demo:
 def main() -> None:
     """Run the stages in order and report."""
     demo = Demo.from_env()
+    be_quiet()
+    print(PLAN if demo.is_tiny else PLAN_REAL.format(model=demo.model), flush=True)
     prepare_folder(demo)
     build_model(demo)
     write_result(demo, sft_stage(demo) | rl_stage(demo))
 
 
+def be_quiet() -> None:
+    """Keep the progress bars and warnings of libraries off the screen, unless asked for with the logs."""
+    if os.environ.get("AUTOSLM_LOG_LEVEL", "").strip().lower() != "debug":
+        os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+        warnings.simplefilter("ignore")
+
+
 def sft_stage(demo: Demo) -> dict[str, Any]:
     """Train on sums, ask held-out ones, print and return what came of it."""
     spec = write_spec(demo, "sft")
+    say("2/5", "supervised fine-tuning on sums")
     beats = run_worker(demo, "sft", spec)
     adapter = demo.prefix("sft") / "adapter"
     rows = held_out_rows(spec, demo.questions)
@@ -90,7 +127,9 @@ def sft_stage(demo: Demo) -> dict[str, Any]:
 
 def rl_stage(demo: Demo) -> dict[str, Any]:
     """From a deliberately short SFT adapter on small sums, on with GRPO; print and return the rewards."""
+    say("4/5", "a short supervised run on small sums, for GRPO to start from")
     run_worker(demo, "sft", write_spec(demo, "short"))
+    say("5/5", "GRPO on small sums")
     beats = run_worker(demo, "rl", write_spec(demo, "rl"))
     rewards = [beat["reward"] for beat in beats if beat["stage"] == "rl_step" and not beat.get("liveness")]
     few = max(1, min(5, len(rewards) // 2))
@@ -108,7 +147,7 @@ def print_rl(result: dict[str, Any], few: int) -> None:
     """Where the artifacts are, and the mean reward as training went on."""
     rewards = result["rl_rewards"]
     print()
-    print(f"  artifacts     {shown(Path(result['rl_artifacts']))}")
+    print_places(Path(result["rl_artifacts"]))
     print(f"  mean reward   first {few} steps {result['rl_first_reward']:.2f}")
     print(f"                last {few} steps  {result['rl_last_reward']:.2f}")
     print()
@@ -131,7 +170,7 @@ def prepare_folder(demo: Demo) -> None:
 def build_model(demo: Demo) -> None:
     """Build the tiny base model, unless the demo runs on a real one."""
     if demo.is_tiny:
-        say("building a tiny base model (about half a minute) ...")
+        say("1/5", "building the base model")
         tiny_model.build(Path(demo.model))
 
 
@@ -149,8 +188,11 @@ def write_spec(demo: Demo, name: str) -> Path:
 
 
 def run_worker(demo: Demo, mode: str, spec: Path) -> list[dict[str, Any]]:
-    """Run `worker.py` with its output shown, and return its heartbeats; leave with one line if it failed."""
-    say(f"python worker.py with RUN_MODE={mode} and {shown(spec)} ...")
+    """Run `worker.py` and return its heartbeats; what it says to people is shown, what to launchers is not.
+
+    Leaves with one line if it failed.
+    """
+    print(f"     RUN_MODE={mode} AUTOSLM_JOB_SPEC_PATH={shown(spec)} python worker.py", flush=True)
     beats = []
     with subprocess.Popen(
         [sys.executable, "worker.py"],
@@ -163,7 +205,7 @@ def run_worker(demo: Demo, mode: str, spec: Path) -> list[dict[str, Any]]:
         for line in worker.stdout or ():
             if line.startswith("HEARTBEAT "):
                 beats.append(json.loads(line.removeprefix("HEARTBEAT ")))
-            else:
+            elif not line.startswith("NODE DONE: "):
                 print(line, end="", flush=True)
     if worker.returncode != 0:
         errors = [beat.get("error", "") for beat in beats if beat["stage"] == f"error_{mode}"]
@@ -211,7 +253,7 @@ def ask_base_and_adapter(model_id: str, adapter: Path, rows: list[Row]) -> tuple
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    say(f"asking {len(rows)} held-out questions, without and with the adapter ...")
+    say("3/5", f"asking {len(rows)} held-out questions, without and with the adapter")
     device = os.environ.get("AUTOSLM_DEVICE") or "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(model_id, padding_side="left")
@@ -258,7 +300,7 @@ def exact_match(rows: list[Row], replies: list[str]) -> float:
 def print_sft(result: dict[str, Any], rows: list[Row], base: list[str], tuned: list[str]) -> None:
     """The figures, and a few held-out questions with both answers."""
     print()
-    print(f"  artifacts     {shown(Path(result['artifacts']))}")
+    print_places(Path(result["artifacts"]))
     if result["last_loss"] is not None:
         print(f"  loss          {result['first_loss']:.3f} -> {result['last_loss']:.3f}")
     print(f"  exact match   base         {result['base_exact_match']:4.0%}")
@@ -280,7 +322,7 @@ def write_result(demo: Demo, result: dict[str, Any]) -> None:
     """`result.json`, for machines."""
     path = demo.folder / "result.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"\n  {shown(path)} holds these figures.")
+    print(f"\n  {shown(path)} holds these figures.", flush=True)
 
 
 def shown(path: Path) -> str:
@@ -288,9 +330,16 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def say(line: str) -> None:
+def print_places(artifacts: Path) -> None:
+    """Where a run's files are, and its report, if it wrote one."""
+    print(f"  artifacts     {shown(artifacts)}")
+    if (artifacts / "report.md").is_file():
+        print(f"  report        {shown(artifacts / 'report.md')}")
+
+
+def say(number: str, stage: str) -> None:
     """One line that tells which stage begins."""
-    print(f"demo: {line}", flush=True)
+    print(f"\n{number}  {stage}", flush=True)
 
 
 if __name__ == "__main__":

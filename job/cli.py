@@ -1,9 +1,7 @@
 """What `--help`, `--schema` and `--check` print."""
 
 import json
-import logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import Any, TextIO
 
@@ -27,16 +25,6 @@ An environment variable wins over the JobSpec, the JobSpec over the recipe; empt
       a file that holds the JobSpec
 """
 WIDTH = 80
-QUIET_LIBRARIES = (
-    "httpx",
-    "httpx2",
-    "verifiers",
-    "datasets",
-    "transformers",
-    "trl",
-    "accelerate",
-    "matplotlib",
-)
 
 
 def print_help(out: TextIO) -> None:
@@ -78,25 +66,3 @@ def print_facts(notes: Mapping[str, Any], batch: Batch, lengths: Sequence[int], 
     }
     for fact, found in facts.items():
         out.write(f"{fact}: {found}\n")
-
-
-class RedactedFormatter(logging.Formatter):
-    """One log record as a line of text, tracebacks included, with every secret taken out."""
-
-    def __init__(self, redact: Callable[[str], str]):
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
-        self.redact = redact
-
-    def format(self, record: logging.LogRecord) -> str:
-        return self.redact(super().format(record))
-
-
-def set_up_logging(env: Mapping[str, str], redact: Callable[[str], str]) -> None:
-    """Log to the terminal's error stream; at debug the libraries' own logs are shown."""
-    level = env.get("AUTOSLM_LOG_LEVEL", "").strip().upper()
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(RedactedFormatter(redact))
-    logging.basicConfig(level=level if level in ("DEBUG", "WARNING", "ERROR") else "INFO", handlers=[handler])
-    if level != "DEBUG":
-        for library in QUIET_LIBRARIES:
-            logging.getLogger(library).setLevel(logging.WARNING)

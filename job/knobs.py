@@ -248,12 +248,25 @@ def _variables(table: type[BaseSettings], knobs: Iterable[Knob], env: Mapping[st
 
 def accepts(field: FieldInfo, text: str) -> bool:
     """Whether `text` is a valid value of `field`."""
-    kind: Any = Annotated[field.annotation, Field(), *field.metadata]
     try:
-        TypeAdapter(kind).validate_python(text)
+        _adapter(field).validate_python(text)
     except ValidationError:
         return False
     return True
+
+
+def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
+    kind: Any = Annotated[field.annotation, Field(), *field.metadata]
+    return TypeAdapter(kind)
+
+
+def early(table: type[BaseSettings], field: str, env: Mapping[str, str]) -> Any:
+    """What a variable says before its table can be read; the default where it says nothing that is valid."""
+    info = table.model_fields[field]
+    try:
+        return _adapter(info).validate_python(env.get(str(info.validation_alias), "").strip())
+    except ValidationError:
+        return info.default
 
 
 def secret_values(env: Mapping[str, str], spec: JobSpec | None = None) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 
 import recipe
 from job import knobs
@@ -12,6 +13,7 @@ from spec import JobSpec
 
 log = logging.getLogger(__name__)
 
+WIDTH = 80
 OTHER_MODE = {
     "sft": "steps group_size temperature max_tokens kl_penalty_coef advantage_clip"
     " thinking_length_penalty_coef stop_sequences",
@@ -20,15 +22,31 @@ OTHER_MODE = {
 
 
 def resolve(env: Mapping[str, str], identity: Identity) -> Settings:
-    """All settings of the run, checked and logged; raises SettingsError."""
+    """All settings of the run, checked; raises SettingsError."""
     settings = Settings.read(env, identity.spec)
     knobs.warn_unknown_names(Settings, env)
     check(settings)
-    log.info(
-        "settings:\n%s",
-        "\n".join(f"  {name} = {value} ({origin})" for name, value, origin in settings.table()),
-    )
     return settings
+
+
+def announce(settings: Settings) -> None:
+    """Log the settings that somebody or something decided; the defaults are for `--check`."""
+    said: dict[str, list[str]] = {}
+    for name, value, origin in settings.table():
+        if origin != "default" and value:
+            said.setdefault(origin, []).append(f"{name}={value}")
+    lines = [
+        fill(
+            f"{origin}: {'  '.join(pairs)}",
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for origin, pairs in said.items()
+    ]
+    log.info("settings that are not defaults:\n%s", "\n".join(lines))
 
 
 def check(settings: Settings) -> None:

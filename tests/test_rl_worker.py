@@ -26,7 +26,7 @@ EXTRAS = {
     "rl_start": set(),
     "model_prefetched": {"model", "download_seconds", "hf_transfer"},
     "rl_train_start": {"setup_seconds", "resumed"},
-    "rl_step": {"step", "reward", "reward_last", "rewards", "unscorable"},
+    "rl_step": {"step", "steps", "reward", "reward_last", "rewards", "unscorable"},
     "rl_eval": {
         *("step", "eval_split", "eval_n", "eval_reward", "eval_pass_rate", "eval_reward_min"),
         *("eval_reward_max", "eval_metric_ones", "eval_metric_length"),

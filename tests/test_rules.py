@@ -184,17 +184,19 @@ def test_fields_of_both_modes_give_no_warning(spec, caplog):
     assert caplog.messages == []
 
 
-def test_resolve_checks_warns_and_logs_the_table_once(caplog):
+def test_resolve_checks_and_warns_and_what_was_said_is_logged_without_secrets(caplog):
     env = {"AUTOSLM_JOB_SPEC_JSON": JobSpec.parse(SFT).to_json(), "RL_STEP": "5", "SFT_EPOCHS": "3"}
     env |= {"HF_TOKEN": "hf_not_for_logs"}
     identity, problem = identify(env)
     assert problem is None
     with caplog.at_level(logging.INFO):
         settings = rules.resolve(env, identity)
+        rules.announce(settings)
     assert settings.sft_epochs == 3
     unknown, table = caplog.messages
     assert unknown == "unknown variables, ignored: RL_STEP (did you mean RL_STEPS?)"
-    assert table.startswith("settings:\n") and "\n  SFT_EPOCHS = 3 (variable)" in table
+    assert table.startswith("settings that are not defaults:\n")
+    assert "\n  variable: HF_TOKEN=***  SFT_EPOCHS=3\n" in table and "SFT_PACKING" not in table
     assert "hf_not_for_logs" not in caplog.text
     with pytest.raises(SettingsError, match="RUN_MODE"):
         rules.resolve({**env, "RUN_MODE": "rl"}, identity)

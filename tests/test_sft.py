@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ EXTRAS = {
     "sft_start": set(),
     "model_prefetched": {"model", "download_seconds", "hf_transfer"},
     "sft_model_load": {"setup_seconds", "resumed"},
-    "sft_step": {"step", "loss"},
+    "sft_step": {"step", "steps", "loss"},
     "sft_eval": {
         *("step", "eval_split", "eval_n", "eval_reward", "eval_pass_rate", "eval_reward_min"),
         *("eval_reward_max", "eval_metric_exact"),
@@ -113,6 +112,16 @@ def test_a_good_run_exits_0_and_ends_with_its_metrics(hub_run: HubRun) -> None:
     last = hub_run.ended.out.splitlines()[-1]
     assert strict(last.removeprefix("NODE DONE: ")) == strict(hub_run.stored["metrics.json"])
     assert "Traceback" not in hub_run.ended.err
+
+
+def test_without_a_terminal_a_run_prints_plain_lines_and_a_summary(hub_run: HubRun) -> None:
+    printed = hub_run.ended.out + hub_run.ended.err
+    assert [*filter(lambda one: ord(one) < 32 and one != "\n", printed)] == []
+    assert all(line.startswith(("HEARTBEAT {", "NODE DONE: {")) for line in hub_run.ended.out.splitlines())
+    assert "Warning" not in hub_run.ended.err and "it/s" not in printed and "examples/s" not in printed
+    summary = hub_run.ended.err.partition("summary:\n")[2]
+    assert f"run         {PREFIX}, finished" in summary and f"artifacts   acme/runs/{PREFIX}" in summary
+    assert "loss " in summary and "seconds     environment " in summary and "tokens/s" in summary
 
 
 def test_every_file_of_the_contract_is_under_the_prefix(hub_run: HubRun) -> None:
@@ -669,4 +678,4 @@ def test_settings_reach_the_trainer(bench: Callable[..., Bench]) -> None:
     assert args.lr_scheduler_type == "linear" and args.get_warmup_steps(100) == 3
     assert not args.bf16 and not args.gradient_checkpointing and len(trainer.train_dataset) == 16
     assert {one.dtype for one in trainer.model.parameters()} == {torch.float32}
-    assert sys.stderr.isatty() or args.disable_tqdm
+    assert args.disable_tqdm

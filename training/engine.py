@@ -275,6 +275,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "distributed_executor_backend": "external_launcher",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if options.sync == "adapter":
         served = recipe.served_rank(options.lora_rank)

@@ -50,7 +50,8 @@ class Losses(MicroSteps):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs:
             files = self.stream.file(state.log_history)
-            self.publisher.beat("sft_step", files, step=state.global_step, loss=logs["loss"])
+            facts = {"step": state.global_step, "steps": state.max_steps, "loss": logs["loss"]}
+            self.publisher.beat("sft_step", files, **facts)
 
 
 class Rewards(MicroSteps):
@@ -66,6 +67,7 @@ class Rewards(MicroSteps):
             "rl_step",
             self.stream.file(state.log_history),
             step=state.global_step,
+            steps=state.max_steps,
             reward=float(logs["reward"]),
             reward_last=reward_history(state)[-8:],
             rewards={

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from accounting import Tally
 from delivery.checkpoints import Checkpoints
+from delivery.progress import Progress
 from delivery.publisher import Publisher
 from delivery.redaction import redactor
 from delivery.store import open_store
+from delivery.terminal import Terminal
 from job.settings import Identity, SettingsError
 from training.history import MetricsStream
 from training.preemption import Preemption, Signals
@@ -26,11 +28,13 @@ class Run:
         self.store = open_store(
             identity.hf_repo, identity.store_dir, identity.prefix, identity.token, identity.endpoint
         )
+        self.terminal = Terminal(Progress(identity.prefix, self.store.location))
         who = {"run_id": identity.run_id, "mode": identity.mode, "seed": identity.seed}
         self.publisher = Publisher(
             self.store,
             {**who, "attempt": self.attempt},
             identity.work_dir / "hb" / "heartbeat.json",
+            told=self.terminal.told,
             redact=self.redact,
             min_interval_s=identity.heartbeat_min_s,
             deadline_s=identity.upload_deadline_s,
@@ -44,6 +48,11 @@ class Run:
         """Start the publisher, so that whatever happens next can be told, and listen for the end."""
         self.publisher.start()
         self.preemption.watch(self.identity.spec.gpu.max_wall_seconds if self.identity.spec else None)
+
+    def close(self) -> None:
+        """The run has ended: its clock no longer matters, and a person hears how it went."""
+        self.preemption.close()
+        self.terminal.close()
 
     def check(self) -> None:
         """Raise Superseded or Preempted when the run has to stop; called where that loses nothing."""
@@ -89,3 +98,4 @@ class Run:
         """Give uploads that long; the run is to be resumed, so nothing here may say that it succeeded."""
         self.publisher.flush(upload_s)
         self.take_back()
+        self.terminal.close()

@@ -6,7 +6,6 @@ What they lack is written as mixins: inheriting from TRL's classes here would im
 import importlib
 import logging
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -150,7 +149,7 @@ def common_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch)
         "gradient_checkpointing_kwargs": {"use_reentrant": plan.reentrant} if on_gpu else None,
         "report_to": [],
         "logging_nan_inf_filter": False,  # it would log the mean of earlier losses instead of the NaN
-        "disable_tqdm": not sys.stderr.isatty(),
+        "disable_tqdm": True,  # `delivery.terminal` draws the one bar of a run
     }
 
 
