@@ -207,6 +207,11 @@ def sft_micro_ceiling(ceiling: int, length: int, vocab: int, budget_bytes: float
     return max(1, min(ceiling, int(budget_bytes // (length * vocab * FLOAT32_BYTES))))
 
 
+def sft_steps(rows: int, batch_size: int, epochs: int, cap: int = 0) -> int:
+    """Optimizer steps of a supervised run; the last one of an epoch may be smaller. `cap` 0 is none."""
+    return cap or epochs * -(-rows // batch_size)
+
+
 def grpo_batch(prompts: int, group: int, ceiling: int, processes: int = 1) -> Batch:
     """Split `prompts` whole groups per step over the processes exactly; ValueError when it cannot be.
 

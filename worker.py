@@ -25,7 +25,7 @@ from delivery.patience import Superseded
 from delivery.redaction import redactor
 from delivery.store import Store, folder_files
 from delivery.terminal import say, set_up_logging
-from job import chat, cli, prefetch, rules, weights
+from job import chat, cli, estimates, prefetch, rules, weights
 from job.knobs import early, secret_values
 from job.settings import Identity, Settings, identify
 from training import (
@@ -286,21 +286,30 @@ def report_failure(run: Run, error: BaseException) -> None:
 
 
 def check(env: MutableMapping[str, str], out: TextIO) -> None:
-    """Do all of a run that needs no GPU and no weights, and write what everything resolves to."""
+    """Do all of a run that needs no GPU and no weights; write what everything resolves to, and will take."""
     identity, problem = identify(env)
     if problem is not None:
         raise problem
-    settings = rules.resolve(env, identity)
-    export_token(env, identity)
-    job, settings = inputs.load(settings, redactor(identity.secrets), [], download=False)
-    if settings.mode == "sft":
-        _, rows, batch = inputs.for_sft(settings, job, lambda: None)
-        lengths = [len(row.ids) for row in rows]
-    else:
-        talk, prompts, batch, _ = inputs.for_rl(settings, job, Tally(), lambda: None)
-        lengths = [len(talk.encode(text)) for text in prompts.texts]
+    redact = redactor(identity.secrets)
+    with cli.Heard() as heard:
+        settings = rules.resolve(env, identity)
+        export_token(env, identity)
+        job, settings = inputs.load(settings, redact, [], download=False)
+        if settings.mode == "sft":
+            _, rows, batch = inputs.for_sft(settings, job, lambda: None)
+            lengths, over_budget = [len(row.ids) for row in rows], 0
+        else:
+            talk, prompts, batch, _ = inputs.for_rl(settings, job, Tally(), lambda: None)
+            lengths, over_budget = [len(talk.encode(text)) for text in prompts.texts], prompts.over_budget
     cli.print_table(settings, out)
-    cli.print_facts(job.metrics.notes, batch, sorted(lengths), out)
+    found = estimates.data(settings, lengths, over_budget, multi_turn=job.env.multi_turn)
+    todo = estimates.work(settings, batch, found)
+    needs = estimates.machine(settings, job.plan, batch, found, todo)
+    cli.print_facts(job.metrics.notes, batch, found, todo, out)
+    cli.print_machine(settings, needs, out)
+    odd = estimates.data_warnings(settings, found, todo)
+    odd += estimates.machine_warnings(settings, needs) if needs else []
+    cli.print_warnings([redact(one) for one in [*heard.messages, *odd]], out)
 
 
 def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:

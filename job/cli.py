@@ -1,10 +1,14 @@
 """What `--help`, `--schema` and `--check` print."""
 
 import json
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from textwrap import wrap
-from typing import Any, TextIO
+from textwrap import fill, wrap
+from typing import Any, Self, TextIO
 
+import recipe
+from job.estimates import Data, Machine, Work
 from job.knobs import Knob, declared
 from job.settings import Settings
 from recipe import Batch
@@ -56,13 +60,83 @@ def print_table(settings: Settings, out: TextIO) -> None:
         out.write(f"{name} = {value} ({origin})\n")
 
 
-def print_facts(notes: Mapping[str, Any], batch: Batch, lengths: Sequence[int], out: TextIO) -> None:
-    """Write what environment, model and rows turned out to be; `lengths` are sorted token counts."""
+def print_facts(notes: Mapping[str, Any], batch: Batch, rows: Data, todo: Work, out: TextIO) -> None:
+    """Write what environment, model and rows turned out to be, and what is to be done with them."""
+    lengths, counts = rows.lengths, notes.get("rows")
+    left_out = f", {rows.over_budget} over the budget"
+    if counts is not None:
+        left_out = f", {counts['without_target']} without target, {counts['target_cut_off']} cut off"
+    what = "prompt" if counts is None else "row, prompt and answer"
+    tokens = f"{todo.trained_tokens:,}" if counts is not None else f"at most {todo.trained_tokens:,}"
+    generated = f", of which {todo.generated_tokens:,} sampled" if todo.generated_tokens else ""
     facts = {
         "environment": f"{notes['environment']} ({notes['environment_version']})",
         "model": f"{notes['model_id']} at {notes['model_commit'] or 'a local folder'}",
-        "train on": f"{len(lengths)} rows, median {lengths[len(lengths) // 2]} tokens, longest {lengths[-1]}",
-        "batch": f"{batch.micro} x {batch.accumulation}",
+        "train on": f"{len(lengths)} {'prompts' if counts is None else 'rows'}{left_out}",
+        f"tokens of a {what}": f"median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
     }
-    for fact, found in facts.items():
-        out.write(f"{fact}: {found}\n")
+    out.write("\n" + "".join(f"{fact}: {found}\n" for fact, found in facts.items()))
+    out.write("".join(f"  {line}\n" for line in histogram(lengths)))
+    out.write(f"batch: {batch.micro} x {batch.accumulation}\n")
+    out.write(f"steps: {todo.steps}, {todo.passes:.1f} passes over the data\n")
+    out.write(f"tokens: {tokens}{generated}\n")
+
+
+def histogram(lengths: Sequence[int], bins: int = 10, width: int = WIDTH - 2) -> list[str]:
+    """Sorted counts of tokens as lines: from, to, a bar, how many."""
+    low, high = lengths[0], lengths[-1]
+    step = max(1, -(-(high - low + 1) // bins))
+    starts = range(low, high + 1, step)
+    found = Counter((length - low) // step for length in lengths)
+    digits, most = len(str(starts[-1] + step - 1)), max(found.values())
+    room = width - 2 * digits - len(f"- | {most}")
+    return [
+        f"{start:>{digits}}-{start + step - 1:<{digits}} |{'#' * -(-room * found[n] // most):<{room}}"
+        f" {found[n]:>{len(str(most))}}"
+        for n, start in enumerate(starts)
+    ]
+
+
+def print_machine(settings: Settings, needs: Machine | None, out: TextIO) -> None:
+    """Write what the job will take of the machine that `gpu` asks for."""
+    if needs is None:
+        out.write("memory, disk, time: not estimated, the model's configuration says too little\n")
+        return
+    wanted = settings.job.gpu
+    card = recipe.gpu(wanted.type) if settings.device == "cuda" else None
+    of_card = f" of the {card.memory_gb} GB of {wanted.type}" if card else ""
+    parts = ", ".join(f"{name} {size:.2g}" for name, size in needs.memory_gb.items())
+    lines = [f"memory: {needs.total_gb:.2g} GB{of_card}: {parts}"]
+    lines += [f"disk: {needs.disk_gb:.2g} GB of {wanted.disk_gb}, the image not counted"]
+    if card and needs.hours is not None and needs.usd is not None:
+        at_most = "at most " if settings.mode == "rl" else ""
+        lines += [f"time: {at_most}{needs.hours:.1f} hours"]
+        lines += [f"cost: {at_most}${needs.usd:.2f} at ${card.usd_per_hour:.2f} an hour"]
+    out.write("\nrough estimates, for orientation:\n")
+    for line in lines:
+        out.write("".join(f"  {one}\n" for one in wrap(line, WIDTH - 2, subsequent_indent="  ")))
+
+
+def print_warnings(warnings: Sequence[str], out: TextIO) -> None:
+    """Write what deserves a second look."""
+    out.write("\nwarnings:\n" if warnings else "\nno warnings\n")
+    for warning in warnings:
+        out.write(fill(warning, WIDTH, initial_indent="  - ", subsequent_indent="    ") + "\n")
+
+
+class Heard(logging.Handler):
+    """The warnings that are logged in its context."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __enter__(self) -> Self:
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger().removeHandler(self)

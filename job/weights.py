@@ -2,7 +2,8 @@
 
 import importlib.util
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class WeightsPlan:
 
     `base` is the model id that names tokenizer and template; `source` holds the weights; `commit` is the
     resolved revision of `source` on the Hub, None for a local folder. `is_quantised` says that the weights in
-    `source` are 4-bit already; `reentrant` that gradient checkpointing must be.
+    `source` are 4-bit already; `reentrant` that gradient checkpointing must be; `facts` is the text model's
+    configuration.
     """
 
     base: str
@@ -70,6 +72,7 @@ class WeightsPlan:
     is_quantised: bool = False
     has_experts: bool = False
     reentrant: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_multimodal(self) -> bool:
@@ -181,6 +184,7 @@ def plan_weights(settings: Settings, origin: Origin | None = None) -> WeightsPla
         has_experts=has_experts,
         # Mixtures of experts and Gated DeltaNet fail in their first backward pass otherwise.
         reentrant=has_experts or "linear_attention" in (facts.get("layer_types") or ()),
+        facts=facts,
     )
 
 

@@ -2,12 +2,16 @@
 
 import io
 import json
+import logging
 
 import pytest
 
+import recipe
 from job import cli
+from job.estimates import Data, Machine, Work
 from job.knobs import SettingsError, declared
 from job.settings import Settings
+from recipe import Batch
 from spec import JobSpec
 from tests.harness import start_python
 
@@ -91,6 +95,95 @@ def test_check_refuses_before_it_loads_anything(env, message):
         worker.check(env, out)
     assert isinstance(caught.value, SettingsError) == (message != "must be valid JSON")
     assert out.getvalue() == ""
+
+
+# --- what --check prints ---
+
+
+@pytest.mark.parametrize(
+    ("lengths", "lines"),
+    [
+        ([7], [f"7-7 |{'#' * 71} 1"]),
+        (
+            [1, 1, 1, 3],
+            ["1-1 |" + "#" * 71 + " 3", "2-2 |" + " " * 71 + " 0", "3-3 |" + "#" * 24 + " " * 47 + " 1"],
+        ),
+    ],
+)
+def test_a_histogram_of_few_lengths(lengths, lines):
+    assert cli.histogram(lengths) == lines
+
+
+def test_a_histogram_of_many_lengths_counts_each_once_and_fits():
+    lengths = sorted([*range(20, 2048), *[2048] * 5000])
+    lines = cli.histogram(lengths)
+    assert len(lines) == 10 and {len(line) for line in lines} == {cli.WIDTH - 2}
+    assert sum(int(line.rpartition(" ")[2]) for line in lines) == len(lengths)
+    assert lines[0].startswith("  20-222  |#") and lines[-1].startswith("1847-2049 |##")
+
+
+def printed(write, *args) -> list[str]:
+    out = io.StringIO()
+    write(*args, out)
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    return out.getvalue().splitlines()
+
+
+NOTES = {"environment": "toy", "environment_version": "1.0", "model_id": "acme/m", "model_commit": "abc"}
+ROWS = Data((10, 20, 30), 2, 0)
+
+
+def test_facts_of_a_supervised_run():
+    notes = {**NOTES, "rows": {"source": 6, "without_target": 2, "target_cut_off": 1, "kept": 3}}
+    lines = printed(cli.print_facts, notes, Batch(2, 4), ROWS, Work(12, 1234, 0, 2.0))
+    assert lines[3:5] == [
+        "train on: 3 rows, 2 without target, 1 cut off",
+        "tokens of a row, prompt and answer: median 20, longest 30",
+    ]
+    assert lines[-3:] == ["batch: 2 x 4", "steps: 12, 2.0 passes over the data", "tokens: 1,234"]
+
+
+def test_facts_of_grpo():
+    lines = printed(
+        cli.print_facts, {**NOTES, "model_commit": None}, Batch(8, 2), ROWS, Work(12, 1234, 900, 2.0)
+    )
+    assert lines[2:5] == [
+        "model: acme/m at a local folder",
+        "train on: 3 prompts, 2 over the budget",
+        "tokens of a prompt: median 20, longest 30",
+    ]
+    assert lines[-1] == "tokens: at most 1,234, of which 900 sampled"
+
+
+def test_estimates_name_the_card_and_what_needs_its_memory():
+    job = Settings.read({}, JobSpec.parse({"environment": {"id": "x"}, "gpu": {"type": "RTX 4090"}}))
+    needs = Machine({"weights": 9.4, "adapter": 0.51}, 12.3, 2.04, 1.4)
+    price = recipe.GPUS["RTX 4090"].usd_per_hour
+    assert printed(cli.print_machine, job, needs) == [
+        "",
+        "rough estimates, for orientation:",
+        "  memory: 9.9 GB of the 24 GB of RTX 4090: weights 9.4, adapter 0.51",
+        "  disk: 12 GB of 60, the image not counted",
+        "  time: at most 2.0 hours",
+        f"  cost: at most $1.40 at ${price:.2f} an hour",
+    ]
+    on_cpu = Settings.read({"AUTOSLM_DEVICE": "cpu"}, job.spec)
+    assert printed(cli.print_machine, on_cpu, Machine({"weights": 1.0}, 1.0, None, None))[2:] == [
+        "  memory: 1 GB: weights 1",
+        "  disk: 1 GB of 60, the image not counted",
+    ]
+    assert "not estimated" in printed(cli.print_machine, job, None)[0]
+
+
+def test_warnings_are_heard_and_printed_as_a_list():
+    with cli.Heard() as heard:
+        logging.getLogger("job.dataset").warning("thinking is on and %d", 3)
+        logging.getLogger("job.dataset").info("quiet")
+    logging.getLogger("job.dataset").warning("too late")
+    assert heard.messages == ["thinking is on and 3"]
+    lines = printed(cli.print_warnings, [*heard.messages, "word " * 30])
+    assert lines[1:3] == ["warnings:", "  - thinking is on and 3"] and len(lines) == 5
+    assert printed(cli.print_warnings, []) == ["", "no warnings"]
 
 
 # --- the process ---

@@ -5,7 +5,6 @@ What they lack is written as mixins: inheriting from TRL's classes here would im
 
 import importlib
 import logging
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ def check_targets(settings: Settings, model: Any) -> None:
 
 def sft_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch, rows: int) -> dict[str, Any]:
     """Keyword arguments of `SFTConfig`."""
-    steps = settings.sft_max_steps or settings.sft_epochs * math.ceil(rows / settings.sft_batch_size)
+    steps = recipe.sft_steps(rows, settings.sft_batch_size, settings.sft_epochs, settings.sft_max_steps)
     fraction = recipe.SFT.warmup_fraction
     return {
         **common_arguments(settings, plan, batch),
