@@ -105,7 +105,7 @@ class Terminal:
         self.progress = progress
         self._bar: Any = None
         self._shown = ("", False)  # what the bar is about: its phase, and whether it counts steps
-        self._lock = threading.Lock()
+        self._lock, self._close_once = threading.Lock(), threading.Lock()
         self._closing = threading.Event()
 
     def told(self, stage: str, extras: Mapping[str, Any]) -> None:
@@ -117,9 +117,9 @@ class Terminal:
             self._draw()
 
     def close(self) -> None:
-        """Take the bar away and say how the run went."""
+        """Take the bar away and say how the run went; only the first call does."""
         self._clear()
-        if self.progress.is_worth_telling:
+        if self._close_once.acquire(blocking=False) and self.progress.is_worth_telling:
             log.info("summary:\n%s", self.progress.summary())
 
     def _draw(self) -> None:

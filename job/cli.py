@@ -105,9 +105,9 @@ def print_machine(settings: Settings, needs: Machine | None, out: TextIO) -> Non
     wanted = settings.job.gpu
     card = recipe.gpu(wanted.type) if settings.device == "cuda" else None
     of_card = f" of the {card.memory_gb} GB of {wanted.type}" if card else ""
-    parts = ", ".join(f"{name} {size:.2g}" for name, size in needs.memory_gb.items())
-    lines = [f"memory: {needs.total_gb:.2g} GB{of_card}: {parts}"]
-    lines += [f"disk: {needs.disk_gb:.2g} GB of {wanted.disk_gb}, the image not counted"]
+    parts = ", ".join(f"{name} {size:.1f}" for name, size in needs.memory_gb.items())
+    lines = [f"memory: {needs.total_gb:.1f} GB{of_card}: {parts}"]
+    lines += [f"disk: {needs.disk_gb:.1f} GB of {wanted.disk_gb}, the image not counted"]
     if card and needs.hours is not None and needs.usd is not None:
         at_most = "at most " if settings.mode == "rl" else ""
         lines += [f"time: {at_most}{needs.hours:.1f} hours"]

@@ -19,7 +19,7 @@ TFLOPS: Mapping[str, float] = MappingProxyType(
         **{"H100 PCIe": 756, "H100 SXM": 989, "H100 NVL": 835, "H200": 989, "B200": 2250},
     }
 )
-TRAINING_SHARE, SAMPLING_SHARE = 0.30, 0.05  # of TFLOPS; sampling waits for memory
+TRAINING_SHARE, SAMPLING_SHARE = 0.30, 0.10  # of TFLOPS; sampling waits for memory
 ADAPTER_BYTES = 16  # float32: weight, gradient and Adam's two moments
 CHECKPOINT_BYTES = 12  # float32: weight and Adam's two moments
 CHECKPOINTS_ON_DISK = 4  # two of the trainer's, one on its way to the store, one resumed from
@@ -157,7 +157,7 @@ def disk_gb(settings: Settings, plan: WeightsPlan, size: ModelSize) -> float:
 
 
 def hours(size: ModelSize, todo: Work, card: Gpu | None, processes: int = 1) -> float | None:
-    """0.15 h + (6 * params * trained / 30 % + 2 * params * generated / 5 %) / (FLOPS * processes)."""
+    """0.15 h + (6 * params * trained / 30 % + 2 * params * generated / 10 %) / (FLOPS * processes)."""
     peak = next((TFLOPS[name] for name, one in recipe.GPUS.items() if one is card and name in TFLOPS), None)
     if peak is None:
         return None
@@ -227,10 +227,16 @@ def machine_warnings(settings: Settings, needs: Machine) -> list[str]:
         known = ", ".join(recipe.GPUS)
         return [f"gpu.type={wanted.type!r} is not a card known here, which are {known}: no time, no cost"]
     found, least = [], entry.required_vram_gb(settings.job.algorithm)
-    if max(needs.total_gb / FULL_SHARE, least) > card.memory_gb:
+    if least > card.memory_gb:
         found.append(
-            f"gpu.type={wanted.type} has {card.memory_gb} GB, the job needs about"
-            f" {max(needs.total_gb, least):.0f}: take a larger card, shorter rows or AUTOSLM_QUANT=4bit-qlora"
+            f"gpu.type={wanted.type} has {card.memory_gb} GB: the run refuses less than {least} GB for"
+            f" {entry.model_id}"
+        )
+    elif needs.total_gb > FULL_SHARE * card.memory_gb:
+        smaller = "" if settings.quant == "4bit-qlora" else ", or set AUTOSLM_QUANT=4bit-qlora"
+        found.append(
+            f"gpu.type={wanted.type} has {card.memory_gb} GB, the job needs about {needs.total_gb:.0f}: take"
+            f" a larger card or shorter rows{smaller}"
         )
     disk = max(needs.disk_gb, entry.min_disk_gb or 0)
     if disk > wanted.disk_gb:

@@ -9,6 +9,7 @@ import pytest
 
 import recipe
 from job import chat, rules
+from job.model_size import model_size
 from job.settings import identify
 from job.weights import plan_weights
 from tests import architectures, grpo_trials, harness, sft_trials
@@ -53,6 +54,15 @@ def taught(folder: Path, model: Path) -> Any:
     made.trainer.train()
     sft_trials.check_reload(made, folder / "store" / FROM / "adapter")
     return made
+
+
+def test_its_size_is_counted_from_the_configuration_alone(model: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    size = model_size(AutoConfig.from_pretrained(model).get_text_config().to_dict())
+    assert size is not None
+    assert size.params == pytest.approx(sum(one.numel() for one in loaded.parameters()), rel=0.05)
 
 
 def test_sft_learns_and_leaves_the_base_as_it_was(taught: Any) -> None:

@@ -162,15 +162,15 @@ def test_estimates_name_the_card_and_what_needs_its_memory():
     assert printed(cli.print_machine, job, needs) == [
         "",
         "rough estimates, for orientation:",
-        "  memory: 9.9 GB of the 24 GB of RTX 4090: weights 9.4, adapter 0.51",
-        "  disk: 12 GB of 60, the image not counted",
+        "  memory: 9.9 GB of the 24 GB of RTX 4090: weights 9.4, adapter 0.5",
+        "  disk: 12.3 GB of 60, the image not counted",
         "  time: at most 2.0 hours",
         f"  cost: at most $1.40 at ${price:.2f} an hour",
     ]
     on_cpu = Settings.read({"AUTOSLM_DEVICE": "cpu"}, job.spec)
     assert printed(cli.print_machine, on_cpu, Machine({"weights": 1.0}, 1.0, None, None))[2:] == [
-        "  memory: 1 GB: weights 1",
-        "  disk: 1 GB of 60, the image not counted",
+        "  memory: 1.0 GB: weights 1.0",
+        "  disk: 1.0 GB of 60, the image not counted",
     ]
     assert "not estimated" in printed(cli.print_machine, job, None)[0]
 

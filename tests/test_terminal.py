@@ -137,6 +137,7 @@ for now, stage, extras in json.loads(sys.argv[1]):
 from tqdm import tqdm
 list(tqdm(range(3), desc="a library's bar"))
 terminal.close()
+terminal.close()
 terminal.told("sft_step", {{"step": 1, "steps": 2, "loss": 1.0}})
 say("NODE DONE: {{}}")
 """
@@ -194,7 +195,7 @@ def test_without_a_terminal_there_are_plain_lines_and_nothing_of_the_libraries()
     assert len(out.splitlines()) == len([one for one in SFT_STORY if one[1] != UPLOADING]) + 1
     assert [json.loads(line.removeprefix("HEARTBEAT ")) for line in out.splitlines()[:-1]]
     assert "a wall" not in err and "library's bar" not in err and SECRET not in err
-    assert "INFO delivery.terminal: summary:\n  run         sft/r1/seed0, finished\n" in err
+    assert err.count("INFO delivery.terminal: summary:\n  run         sft/r1/seed0, finished\n") == 1
 
 
 def test_at_debug_the_libraries_are_heard_and_redacted():
