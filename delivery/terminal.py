@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TextIO
 
 from delivery.progress import Progress
@@ -41,9 +41,14 @@ COUNTING = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{re
 # --- lines --------------------------------------------------------------------------------------------------
 
 
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person watches; a stream that is closed already has nobody."""
+    return not stream.closed and stream.isatty()
+
+
 def beside_bar(stream: TextIO) -> AbstractContextManager[None]:
     """A context in which a line may be written to `stream`: the bar steps aside where both are terminals."""
-    if not stream.isatty():
+    if not is_terminal(stream):
         return nullcontext()
     from tqdm import tqdm
 
@@ -75,7 +80,7 @@ class LineHandler(logging.StreamHandler):
     """Log records on the error stream, above the bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with beside_bar(self.stream):
+        with suppress(OSError), beside_bar(self.stream):  # a bar that cannot be drawn is no reason to fail
             super().emit(record)
 
 
@@ -89,8 +94,10 @@ def set_up_logging(level: str, env: MutableMapping[str, str], redact: Callable[[
     if not is_debug:
         for name, quiet in QUIET_LOGGERS.items():
             logging.getLogger(name).setLevel(quiet)
-    shows_bars = is_debug and sys.stderr.isatty()
+    shows_bars = is_debug and is_terminal(sys.stderr)
     wanted = {**(LOUD_VARIABLES if is_debug else QUIET_VARIABLES), **({} if shows_bars else NO_BARS)}
+    if env.get("VLLM_LOGGING_CONFIG_PATH"):  # vLLM refuses both at once
+        wanted.pop("VLLM_CONFIGURE_LOGGING", None)
     for name, value in wanted.items():
         env.setdefault(name, value)
 
@@ -113,8 +120,9 @@ class Terminal:
         self.progress.told(stage, extras, time.monotonic())
         if self.progress.is_over:
             self._clear()
-        elif sys.stderr.isatty():
-            self._draw()
+        elif is_terminal(sys.stderr):
+            with suppress(OSError, ValueError):
+                self._draw()
 
     def close(self) -> None:
         """Take the bar away and say how the run went; only the first call does."""

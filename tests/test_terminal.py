@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pty
 import re
 import select
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from delivery.progress import PHASES, UPLOADING, Progress
+from delivery.terminal import NO_BARS, QUIET_LOGGERS, QUIET_VARIABLES, set_up_logging
 from job.knobs import early
 from job.settings import Settings
 from tests import harness
@@ -118,6 +121,40 @@ def test_the_log_level_before_settings_are_read(text, level):
 
 
 # --- a process with and without a terminal ---
+
+
+@pytest.mark.parametrize(
+    ("level", "given", "expected"),
+    [
+        ("info", {}, {**QUIET_VARIABLES, **NO_BARS}),
+        ("error", {"TQDM_DISABLE": "0"}, {**QUIET_VARIABLES, **NO_BARS, "TQDM_DISABLE": "0"}),
+        ("debug", {}, {"VLLM_LOGGING_LEVEL": "INFO", **NO_BARS}),
+    ],
+)
+def test_what_the_libraries_are_told(level, given, expected, plain_logging):
+    env = dict(given)
+    set_up_logging(level, env, str)
+    assert env == expected
+
+
+def test_a_log_configuration_of_vllms_own_is_left_alone(plain_logging):
+    env = {"VLLM_LOGGING_CONFIG_PATH": "mine.json"}
+    set_up_logging("info", env, str)
+    assert "VLLM_CONFIGURE_LOGGING" not in env
+
+
+@pytest.fixture
+def plain_logging() -> Iterator[None]:
+    """Leave the loggers of this process as they were."""
+    root, levels = logging.getLogger(), {name: logging.getLogger(name).level for name in QUIET_LOGGERS}
+    level, handlers = root.level, root.handlers[:]
+    yield
+    logging.captureWarnings(False)
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    for name, was in levels.items():
+        logging.getLogger(name).setLevel(was)
+
 
 SECRET = "open-sesame"
 PROGRAM = f"""
