@@ -16,24 +16,24 @@ from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import recipe
-from accounting import Tally
-from delivery.hub_client import StoreError, Unavailable, ask_again
+from delivery.hub_client import StoreError, Unavailable, ask_again, export_token
 from delivery.patience import Superseded
 from delivery.redaction import redactor
 from delivery.store import Store, folder_files
 from delivery.terminal import say, set_up_logging
-from job import chat, cli, estimates, prefetch, rules, weights
+from job import chat, cli, prefetch, rules, weights
 from job.knobs import early, secret_values
-from job.settings import Identity, Settings, identify
+from job.settings import Settings, identify
 from training import (
     engine,
     gpu,
     inputs,
     midrun,
     preemption,
+    rehearsal,
     rewards,
     saving,
     trainers,
@@ -68,7 +68,7 @@ def main(env: MutableMapping[str, str], signals: Signals | None = None) -> None:
         run.clear()
         if problem is not None:
             raise problem
-        export_token(env, identity)
+        export_token(env, identity.token)
         if is_done(run.store):
             replay(run)
             return
@@ -87,12 +87,6 @@ def main(env: MutableMapping[str, str], signals: Signals | None = None) -> None:
         raise
     finally:
         run.close()
-
-
-def export_token(env: MutableMapping[str, str], identity: Identity) -> None:
-    """Let plain library downloads see the token: they do not read HUGGINGFACE_TOKEN."""
-    if identity.token:
-        env["HF_TOKEN"] = identity.token
 
 
 # --- the two jobs ---
@@ -285,33 +279,6 @@ def report_failure(run: Run, error: BaseException) -> None:
     time.sleep(run.identity.log_flush_s)
 
 
-def check(env: MutableMapping[str, str], out: TextIO) -> None:
-    """Do all of a run that needs no GPU and no weights; write what everything resolves to, and will take."""
-    identity, problem = identify(env)
-    if problem is not None:
-        raise problem
-    redact = redactor(identity.secrets)
-    with cli.Heard() as heard:
-        settings = rules.resolve(env, identity)
-        export_token(env, identity)
-        job, settings = inputs.load(settings, redact, [], download=False)
-        if settings.mode == "sft":
-            _, rows, batch = inputs.for_sft(settings, job, lambda: None)
-            lengths, over_budget = [len(row.ids) for row in rows], 0
-        else:
-            talk, prompts, batch, _ = inputs.for_rl(settings, job, Tally(), lambda: None)
-            lengths, over_budget = [len(talk.encode(text)) for text in prompts.texts], prompts.over_budget
-    cli.print_table(settings, out)
-    found = estimates.data(settings, lengths, over_budget, multi_turn=job.env.multi_turn)
-    todo = estimates.work(settings, batch, found)
-    needs = estimates.machine(settings, job.plan, batch, found, todo)
-    cli.print_facts(job.metrics.notes, batch, found, todo, out)
-    cli.print_machine(settings, needs, out)
-    odd = estimates.data_warnings(settings, found, todo)
-    odd += estimates.machine_warnings(settings, needs) if needs else []
-    cli.print_warnings([redact(one) for one in [*heard.messages, *odd]], out)
-
-
 def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
     """Do what the command line asks; returns the exit code."""
     set_up_logging(early(Settings, "log_level", env), env, redactor(secret_values(env)))
@@ -320,7 +287,7 @@ def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
         if not arguments:
             main(env, Signals())
         elif list(arguments) == ["--check"]:
-            check(env, sys.stdout)
+            rehearsal.rehearse(env, sys.stdout)
         elif len(arguments) == 1 and arguments[0] in asked:
             asked[arguments[0]](sys.stdout)
         else:

@@ -3,7 +3,7 @@
 "Not found" is an answer. "Could not ask" is `Unavailable`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,3 +119,9 @@ def _retry_after(response: Any) -> float | None:
 
 def _brief(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
+
+
+def export_token(env: MutableMapping[str, str], token: str) -> None:
+    """Let plain library downloads see the token: they do not read HUGGINGFACE_TOKEN."""
+    if token:
+        env["HF_TOKEN"] = token

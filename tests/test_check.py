@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import worker
+from training import rehearsal
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ CARD = {"gpu": {"type": "RTX 4090"}}
 
 def check(env: dict[str, str]) -> str:
     out = io.StringIO()
-    worker.check(env, out)
+    rehearsal.rehearse(env, out)
     return out.getvalue()
 
 

@@ -88,11 +88,11 @@ def test_schema_is_the_job_specs():
     ],
 )
 def test_check_refuses_before_it_loads_anything(env, message):
-    import worker
+    from training import rehearsal
 
     out = io.StringIO()
     with pytest.raises(ValueError, match=message) as caught:
-        worker.check(env, out)
+        rehearsal.rehearse(env, out)
     assert isinstance(caught.value, SettingsError) == (message != "must be valid JSON")
     assert out.getvalue() == ""
 
