@@ -142,7 +142,8 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.yaxis.set_major_formatter("{x:g}")
     if panel.from_zero and axes.dataLim.y0 >= 0:
-        axes.set_ylim(0, axes.dataLim.y1 * 1.08 or 1)
+        top = axes.dataLim.y1 or 1
+        axes.set_ylim(-0.02 * top, 1.08 * top)
     if len(panel.curves) > 1:
         legend = axes.legend(handles, [one.name for one in panel.curves], fontsize=7.5, framealpha=0.7)
         for text in legend.get_texts():

@@ -13,8 +13,8 @@ from delivery.samples import Sample, described, select, summary
 
 CURVES = "report/curves.png"
 LOG = "metrics.jsonl"
-AVERAGED = 10  # steps at either end of a run
-CAPTION = "Faint lines are single steps as logged, strong ones the mean of the steps around."
+AVERAGED = 10  # logged values at either end of a run
+CAPTION = "Faint lines are the logged values, strong ones the mean of those around."
 SPLITS = {"eval": "held-out", "train": "training"}
 ROWS = {
     "source": "source rows",
@@ -61,7 +61,7 @@ class Snapshot:
 
 def metrics_jsonl(lines: Sequence[Mapping[str, Any]]) -> bytes:
     """One strict JSON object a line; the summary that transformers logs last is left out."""
-    kept = [dict(one) for one in lines if "train_runtime" not in one]
+    kept = [dict(one) for one in lines if "train_loss" not in one]
     return "".join(f"{strict_json(one)}\n" for one in kept).encode()
 
 
@@ -137,7 +137,7 @@ def values(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def ends(found: Sequence[float]) -> tuple[float, float, int]:
-    """The means of the first and the last steps of a run, and how many steps each is of."""
+    """The means of the first and the last values of a run, and how many each is of."""
     count = max(1, min(AVERAGED, len(found) // 2))
     return sum(found[:count]) / count, sum(found[-count:]) / count, count
 
@@ -148,9 +148,10 @@ def trend(found: Sequence[float]) -> str:
         return ""
     first, last, count = ends(found)
     if len(found) == 1:
-        return f"**{number(last)}** (one step)"
+        return f"**{number(last)}** (the only logged value)"
     means = f"means of the first and the last {count}" if count > 1 else "first and last"
-    return f"{number(first)} → **{number(last)}** ({means} of {len(found)} steps; newest {number(found[-1])})"
+    about = f"{means} of {len(found)} logged values; newest {number(found[-1])}"
+    return f"{number(first)} → **{number(last)}** ({about})"
 
 
 def newest_evaluation(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -181,7 +182,7 @@ def named_rewards(snapshot: Snapshot) -> str:
             rows.append((code(key.removeprefix(SCORE)), number(first), number(last), str(count)))
     if not rows:
         return ""
-    return "## Named rewards\n\n" + table(("Reward function", "First", "Last", "Steps averaged"), rows)
+    return "## Named rewards\n\n" + table(("Reward function", "First", "Last", "Values averaged"), rows)
 
 
 def evaluations(snapshot: Snapshot) -> str:

@@ -12,8 +12,8 @@ from delivery.markdown import code, fence, number
 
 SHOWN = 10
 SHOWN_UNSCORED = 2
-LONGEST_TEXT = 2000  # characters
-MOST_MESSAGES = 16
+MOST_MESSAGES = 12
+MOST_LINES, FIRST_LINES = 24, 16  # of one text
 WIDEST_LINE = 100  # characters
 
 
@@ -144,12 +144,13 @@ def plain(content: Any) -> str:
     return json.dumps(content, ensure_ascii=False, default=str)
 
 
-def shown(text: str, longest: int = LONGEST_TEXT) -> str:
-    """The text with long lines wrapped; of a too long one the beginning, a mark, and the end."""
-    if len(text) > longest:
-        head, tail = longest * 2 // 3, longest // 3
-        text = f"{text[:head]}\n[… {len(text) - head - tail} characters left out …]\n{text[-tail:]}"
-    return "\n".join(part for line in text.split("\n") for part in wrapped(line))
+def shown(text: str) -> str:
+    """The text with long lines wrapped; of a long one the beginning, a mark, and the end."""
+    lines = [part for line in text.split("\n") for part in wrapped(line)]
+    left_out = len(lines) - MOST_LINES
+    if left_out > 0:
+        lines = [*lines[:FIRST_LINES], f"[… {left_out} lines left out …]", *lines[FIRST_LINES - MOST_LINES :]]
+    return "\n".join(lines)
 
 
 def wrapped(line: str) -> list[str]:

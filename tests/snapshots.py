@@ -49,6 +49,9 @@ def sft_line(step: int, rng: random.Random) -> dict[str, Any]:
         "grad_norm": abs(0.5 + rng.gauss(0, 0.1)),
         "learning_rate": 1e-4 * min(1, step / 10) * (1 - step / 440),
         "num_tokens": step * 12345.0,
+        "num_input_tokens_seen": step * 12345,
+        "train_runtime": step * 4.1,
+        "train_tokens_per_second": 3011.0,
         "mean_token_accuracy": 1 - loss / 4,
         "entropy": loss * 0.9,
         "epoch": step / 220,
@@ -106,7 +109,7 @@ def sft() -> Snapshot:
     rng = random.Random(0)
     lines = [sft_line(step, rng) for step in range(1, 441)]
     lines[100]["loss"] = math.nan
-    lines += [{"train_runtime": 1812.0, "train_loss": 0.6, "step": 440, "epoch": 2.0}]
+    lines += [{"train_runtime": 1812.0, "total_flos": 1e15, "train_loss": 0.6, "step": 440, "epoch": 2.0}]
     return snapshot(
         "sft",
         step=440,
