@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 NOTHING = "-"
 LONGEST_CODE = 500  # characters
@@ -46,7 +46,7 @@ def number(value: Any) -> str:
     return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether the value is a finite figure."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from delivery.markdown import code, fence, number
+from delivery.markdown import code, fence, is_number, number
 
 SHOWN = 10
 SHOWN_UNSCORED = 2
@@ -42,7 +42,7 @@ def select(samples: Sequence[Sample], count: int = SHOWN) -> list[tuple[str, Sam
         prompt = repr(one.prompt)
         repeats[index] = turn[prompt]
         turn[prompt] += 1
-    rewards = {index: one.reward for index, one in enumerate(samples) if one.reward is not None}
+    rewards = {index: one.reward for index, one in enumerate(samples) if is_number(one.reward)}
     unscored = [index for index in repeats if index not in rewards]
     shown_unscored = unscored[: max(SHOWN_UNSCORED, count - len(rewards))]
     room = min(count - len(shown_unscored), len(rewards))
@@ -72,7 +72,7 @@ def _shares(room: int) -> list[int]:
 
 def summary(samples: Sequence[Sample]) -> str:
     """One sentence on the rewards of all samples."""
-    rewards = [one.reward for one in samples if one.reward is not None]
+    rewards = [one.reward for one in samples if is_number(one.reward)]
     without = len(samples) - len(rewards)
     parts = [f"{len(samples)} samples"]
     if rewards:
@@ -91,10 +91,10 @@ def summary(samples: Sequence[Sample]) -> str:
 def described(label: str, place: int, sample: Sample) -> str:
     """A sample as Markdown: its reward, its scores, and every message."""
     blocks = [f"### {place}. {label.capitalize()}"]
-    if sample.reward is None:
-        blocks.append(f"Could not be scored: {code(sample.problem) or 'no reason given'}.")
-    else:
+    if is_number(sample.reward):
         blocks[0] += f": reward {number(sample.reward)}"
+    else:
+        blocks.append(f"Could not be scored: {code(sample.problem) or 'no reason given'}.")
     if sample.scores:
         scores = ", ".join(f"{code(name)} {number(value)}" for name, value in sample.scores.items())
         blocks.append(f"Scores: {scores}.")

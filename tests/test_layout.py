@@ -43,6 +43,7 @@ HEAVY = (
     "renderers",
     "vllm",
     "huggingface_hub",
+    "matplotlib",
 )
 LONGEST_FILE, LONGEST_FUNCTION = 350, 60
 

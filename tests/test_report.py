@@ -254,6 +254,7 @@ def test_of_equal_samples_those_of_other_prompts_come_first():
         ([0.0, 1.0], ["best", "worst"]),
         ([0.0, 1.0, 0.4], ["best", "median", "worst"]),
         ([None, 1.0], ["best", "no reward"]),
+        ([math.nan, 0.0, 1.0], ["best", "worst", "no reward"]),
         ([None] * 12, ["no reward"] * 10),
         ([None] * 12 + [1.0] * 4, ["best"] * 2 + ["median", "worst"] + ["no reward"] * 6),
         ([1.0] * 12, ["best"] * 4 + ["median"] * 3 + ["worst"] * 3),
