@@ -37,8 +37,8 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 PLAN = """\
-Fine-tunes a tiny language model on this machine's CPU, with the same worker that
-runs on a GPU. About ten minutes on two cores:
+Fine-tunes a tiny language model on this machine's CPU, with the same worker
+that runs on a GPU. About ten minutes on two free cores:
 
   1/5  build a base model that knows digits and chat turns, but no sums   30 s
   2/5  supervised: 7000 sums, two passes                                 2 min
