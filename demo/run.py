@@ -29,6 +29,7 @@ NOT_INHERITED = ("AUTOSLM_JOB_SPEC_JSON", "HF_REPO", "PHASE", "RUN_ID")
 REAL_MODEL_TRAIN = {"batch_size": 8, "epochs": 1, "learning_rate": 2e-4}
 REAL_MODEL_RL = {"batch_size": 2, "group_size": 4, "steps": 5, "learning_rate": 1e-5}
 REAL_MODEL_STEPS = "30"
+EVALUATE_EVERY = {"sft": "300", "rl": "20"}
 # Of the libraries in this process; the worker sees to its own.
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -221,6 +222,10 @@ def worker_env(demo: Demo, mode: str, spec: Path) -> dict[str, str]:
     if demo.is_tiny:
         # One micro-batch a step. A second thread gains a fifth, but can stall on busy cores.
         defaults |= {"SFT_PER_DEVICE_BS": "32", "RL_PER_DEVICE_PROMPTS": "128", "OMP_NUM_THREADS": "1"}
+        defaults |= {
+            "AUTOSLM_EVAL_EVERY_STEPS": EVALUATE_EVERY[mode],
+            "AUTOSLM_EVAL_MAX_NEW": str(ANSWER_TOKENS),
+        }
     else:
         defaults |= {"SFT_MAX_STEPS": REAL_MODEL_STEPS}
     python_path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]

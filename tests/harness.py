@@ -75,6 +75,7 @@ def process_environment(home: Path, env: Mapping[str, str]) -> dict[str, str]:
     """Everything a fresh process gets: nothing of the person's own settings, caches or tokens."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
     ours = {"HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "HF_HUB_DISABLE_XET": "1"}
+    ours["MPLCONFIGDIR"] = str(Path(tempfile.gettempdir(), "matplotlib-of-tests"))  # its fonts, listed once
     return {**kept, **ours, **env}
 
 

@@ -23,7 +23,7 @@ def check(result: dict[str, Any]) -> None:
     assert result["base_exact_match"] <= 0.10
     assert result["adapter_exact_match"] >= 0.80
     assert result["last_loss"] < result["first_loss"]
-    assert len(result["rl_rewards"]) == 100
+    assert len(result["rl_rewards"]) == 60
     assert result["rl_last_reward"] >= result["rl_first_reward"] + 0.25
 
 
