@@ -527,7 +527,7 @@ def test_an_environment_that_never_cleans_up_is_cut_off(
     def one() -> float:
         return 1.0
 
-    monkeypatch.setattr("training.rollout.CLEANUP_S", 0.2)
+    monkeypatch.setattr("training.player.CLEANUP_S", 0.2)
     env = Untidy(dataset=data("a", "b"), rubric=vf.Rubric(funcs=[one]), timeout_seconds=0.2)
     assert play(env, ["a"]).reward == [None, 1.0]
 
