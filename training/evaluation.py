@@ -238,8 +238,11 @@ class Evaluations:
             state.log_history.append({"step": state.global_step, **facts})
             return
         numbers = {name: value for name, value in facts.items() if not isinstance(value, str)}
-        # The library's `log`, not TRL's, which would take what the next training step is to report.
-        Trainer.log(self.get_trainer(), numbers)
+        trainer = self.get_trainer()
+        is_step_due = trainer.control.should_log
+        # The library's `log`, not TRL's, which would take what this training step is to report.
+        Trainer.log(trainer, numbers)
+        trainer.control.should_log = is_step_due  # or the library takes this for the step's own log
         state.log_history[-1].update(facts)
 
 

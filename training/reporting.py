@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from delivery.report import Sample, Snapshot, files
@@ -78,8 +79,9 @@ class Reporter:
     def _phases(self) -> list[tuple[str, float]]:
         """Seconds of this attempt, milestone to milestone."""
         reached = [one for one in self.run.publisher.reached.items() if one[0] in PHASES]
-        ends = [*(at for _, at in reached[1:]), time.monotonic()]
-        phases = [(PHASES[stage], end - at) for (stage, at), end in zip(reached, ends, strict=True)]
+        times = [*(at for _, at in reached), time.monotonic()]
+        spans = zip(reached, pairwise(times), strict=True)
+        phases = [(PHASES[stage], end - began) for (stage, _), (began, end) in spans]
         spent = self.evaluations.seconds
         return [*phases, *([("of these, evaluations", spent)] if spent else [])]
 
