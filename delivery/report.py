@@ -222,8 +222,13 @@ def data(snapshot: Snapshot) -> str:
         rows = [(ROWS.get(name, code(name)), figure(value)) for name, value in snapshot.rows.items()]
         parts.append("## Dataset\n\n" + table(("Rows", "Count"), rows))
     if snapshot.counters:
-        rows = [(COUNTERS.get(name, code(name)), figure(value)) for name, value in snapshot.counters.items()]
-        parts.append("## What went wrong\n\n" + table(("What", "Count"), rows))
+        rows = [
+            (COUNTERS.get(name, code(name)), figure(value))
+            for name, value in snapshot.counters.items()
+            if value
+        ]
+        what = table(("What", "Count"), rows) if rows else "Nothing was skipped or left out."
+        parts.append(f"## What went wrong\n\n{what}")
     return "\n\n".join(parts)
 
 

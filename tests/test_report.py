@@ -176,10 +176,16 @@ def test_counts_and_phases():
     assert ["samples without a reward, by kind", "ToolError 2, RewardFunctionError 1"] in cells(
         text, "What went wrong"
     )
+    assert len(cells(text, "What went wrong")) == 3  # what did not happen is not listed
     assert ["first step", "2 min 20 s"] in cells(text, "Time")
     assert ["dropped: the target lies beyond the length limit", "3"] in cells(
         page(snapshots.sft()), "Dataset"
     )
+
+
+def test_a_run_without_trouble_says_so():
+    text = page(snapshots.snapshot("rl", counters={"unscorable": 0, "rollout_errors": {}}))
+    assert "## What went wrong\n\nNothing was skipped or left out.\n" in text
 
 
 def test_hardly_any_data_leaves_no_empty_sections():
