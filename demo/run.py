@@ -327,7 +327,7 @@ def write_result(demo: Demo, result: dict[str, Any]) -> None:
     """`result.json`, for machines."""
     path = demo.folder / "result.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"\n  {shown(path)} holds these figures.", flush=True)
+    print(f"\n  {shown(path)} holds these figures; README.md, 'Run a job', has the way to your own.")
 
 
 def shown(path: Path) -> str:
