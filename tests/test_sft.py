@@ -147,7 +147,7 @@ def test_artifacts_are_committed_in_order_each_whole(hub_run: HubRun) -> None:
         5,
         1,
         2,
-    ]  # the report's three, and but for one a beat
+    ]  # files of the report and beats among them
 
 
 def test_stages_come_in_order_with_their_fields(hub_run: HubRun) -> None:
