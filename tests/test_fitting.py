@@ -185,3 +185,74 @@ def test_a_micro_batch_of_three_is_weighted_by_its_parts(
     sizes = overflow(monkeypatch, "SFTTrainer", lambda call, rows: call == 1)
     check_same(trained("halved"), expected)
     assert sizes == [3, 2, 1, 2, 1]
+
+
+# --- what is sampled at once ---
+
+
+def full_above(monkeypatch: pytest.MonkeyPatch, rows: int) -> list[list[list[int]]]:
+    """Let the trainer's model run out of memory above so many sequences; returns those it sampled."""
+    import peft
+    import torch
+
+    plain, sampled = peft.PeftModelForCausalLM.generate, []
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs["input_ids"].tolist()
+        if len(asked) > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        sampled.append(asked)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(peft.PeftModelForCausalLM, "generate", generate)
+    return sampled
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> grpo_trials.Trial:
+    """A trainer that samples with its own model, 8 sequences at a time."""
+    return grpo_trials.build(
+        grpo_trials.variables(tmp_path_factory.mktemp("policy"), tiny_model, RL_USE_VLLM=0)
+    )
+
+
+def test_what_is_sampled_at_once_is_halved_too(
+    policy: grpo_trials.Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = policy.sample([0, 1])
+    sampled = full_above(monkeypatch, 2)
+    parts = policy.sample([0, 1])
+    assert [len(one) for one in sampled] == [2, 2, 2, 2] and policy.trainer.sampler.in_parts.parts == 4
+    assert parts["prompt_ids"].equal(whole["prompt_ids"])
+    assert len(parts["completion_ids"]) == 8
+    policy.sample([0, 1])
+    assert len(sampled) == 8  # and it stays so
+
+
+def test_so_are_the_turns_of_conversations(
+    policy: grpo_trials.Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncio
+
+    from training.sampler import ModelSampler, Request, Sample
+
+    sampled = full_above(monkeypatch, 3)
+    sampler = ModelSampler(policy.trainer, policy.chat.cut_at)
+    policy.trainer.model.eval()
+    asked = [Request([20 + one] * 5, 4, 1.0, 1.0, (), tuple(policy.chat.stop_ids)) for one in range(6)]
+
+    async def play() -> list[Sample]:
+        async with sampler.session():
+            return await asyncio.gather(*map(sampler.sample, asked))
+
+    samples = asyncio.run(play())
+    assert [row for part in sampled for row in part] == [list(one.ids) for one in asked]
+    assert [len(one) for one in sampled] == [3, 3] and all(1 <= len(one.ids) <= 4 for one in samples)
+
+
+def test_sampling_gives_up_at_a_quarter(policy: grpo_trials.Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    full_above(monkeypatch, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        policy.sample([0, 1])

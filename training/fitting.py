@@ -1,4 +1,4 @@
-"""A micro-batch that overflows the card goes through the model in parts: same data and update, less memory.
+"""A batch that overflows the card goes through the model in parts: same data and update, less memory.
 
 Dataloader and accumulation of the library stay as they are, and so does the order of the data. The classes
 are mixins: inheriting from the library's here would import torch with this module.
@@ -6,10 +6,13 @@ are mixins: inheriting from the library's here would import torch with this modu
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
+
+Row = TypeVar("Row")
+Drawn = TypeVar("Drawn")
 
 FIRST_STEPS = 3  # a later overflow is a leak, which smaller parts would only put off
 MOST_PARTS = 4
@@ -79,15 +82,8 @@ class FittingTrainer:
         """Go on with half the micro-batch; raises the error when there is none, or it is too late."""
         if self.parts == MOST_PARTS or self.micro_batch["micro"] == 1 or not self._is_early():
             raise error
-        import torch
-
         self.parts *= 2
-        log.warning(
-            "out of memory, going on with %s: %s", self.micro_batch, str(error).partition("\n")[0][:200]
-        )
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory(error, f"with {self.micro_batch}")
         self.announce(step=self.state.global_step, **self.micro_batch)
 
 
@@ -111,6 +107,43 @@ class FittingPolicy(FittingTrainer):
                 if batch_size is None:
                     raise  # in a step, which is tried again as a whole
                 self._halve(error)
+
+
+class InParts:
+    """Samples in parts, twice as many whenever the GPU runs out of memory, at most four; remembers how many.
+
+    Sequences are sampled independently of each other: parts draw other samples, from the same distribution.
+    """
+
+    parts = 1
+
+    def __call__(
+        self, rows: Sequence[Row], sample: Callable[[Sequence[Row]], Iterable[Drawn]]
+    ) -> list[Drawn]:
+        """What `sample` makes of all rows, in their order."""
+        import torch
+
+        drawn: list[Drawn] = []
+        while len(drawn) < len(rows):
+            size = -(-len(rows) // self.parts)
+            try:
+                drawn += sample(rows[len(drawn) : len(drawn) + size])
+            except torch.OutOfMemoryError as error:
+                if self.parts == MOST_PARTS or size == 1:
+                    raise
+                self.parts *= 2
+                release_memory(error, f"sampling {-(-len(rows) // self.parts)} sequences at once")
+        return drawn
+
+
+def release_memory(error: BaseException, how: str) -> None:
+    """Give what an interrupted pass has left back to the card, and say how the run goes on."""
+    import torch
+
+    log.warning("out of memory, going on %s: %s", how, str(error).partition("\n")[0][:200])
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def gradients(model: Any) -> list[tuple[Any, Any]]:

@@ -50,12 +50,13 @@ class PolicyTrainer:
         return [self.chat.encode(one) for one in texts], None, {}
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        generate = super()._generate_single_turn  # type: ignore[misc]
         if self.settings.rl_use_vllm:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
+            return generate(prompt_ids, *args, **kwargs)
         seed = sampler_seed(self.args.seed, self.state.global_step, self.accelerator.process_index)
         with seeded(seed), interruptible(self.model, self.check):
-            ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
-        return [self.chat.cut_at(one, self.settings.stop_sequences) for one in ids], logprobs
+            ids = self.sampler.in_parts(prompt_ids, lambda part: generate(part, *args, **kwargs)[0])
+        return [self.chat.cut_at(one, self.settings.stop_sequences) for one in ids], None
 
     def _generate(self: Any, prompts: list[Any]) -> Any:
         generated = super()._generate(prompts)  # type: ignore[misc]

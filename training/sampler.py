@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from training.engine import PolicyEngine
+from training.fitting import InParts
 from training.preemption import interruptible
 from training.random_streams import sampler_seed, seeded
 
@@ -149,6 +150,7 @@ class ModelSampler:
         """`check` is called before every token, and raises when the run has to stop."""
         self.trainer, self.cut_at, self.check = trainer, cut_at, check
         self.waiting = Waiting(self._step)
+        self.in_parts = InParts()
         self.batches = 0
 
     @asynccontextmanager
@@ -178,7 +180,8 @@ class ModelSampler:
             for key, (request, _) in self.waiting.futures.items()
             if (request.temperature, request.top_p, request.stop_ids) == wanted
         }
-        for key, sample in zip(batch, self._sample(list(batch.values())), strict=True):
+        samples = self.in_parts(list(batch.values()), self._sample)
+        for key, sample in zip(batch, samples, strict=True):
             self.waiting.deliver(key, sample)
 
     def _sample(self, requests: Sequence[Request]) -> list[Sample]:
