@@ -18,6 +18,8 @@ FLOAT32_BYTES = 4
 ENGINE_SLACK_TOKENS = 256  # blocks are filled from the start of a sequence
 ENGINE_FREE_SHARE = 0.6  # the rest is for the trainer's activations and logits
 ENGINE_OVERHEAD_BYTES = 2_000_000_000
+CARD_TOLERANCE = 0.9  # cards report a little less than their name says
+CARD_OVERHEAD_BYTES = 1_000_000_000  # of CUDA and its libraries
 ENGINE_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -43,6 +45,10 @@ class CatalogModel:
     def required_vram_gb(self, algorithm: str) -> int:
         """GB of GPU memory the job needs; 0 when unknown."""
         return (self.grpo_min_vram_gb or self.min_vram_gb) if algorithm == "grpo" else self.min_vram_gb
+
+    def required_vram_bytes(self, algorithm: str) -> int:
+        """What a card of that class reports at least; 0 when unknown."""
+        return int(self.required_vram_gb(algorithm) * CARD_TOLERANCE * 2**30)
 
 
 _MODELS = (
@@ -282,6 +288,30 @@ def served_rank(rank: int) -> int:
 
 
 @dataclass(frozen=True)
+class CardNeed:
+    """Bytes of GPU memory below which a job cannot work, what needs them, and settings that need less."""
+
+    card_bytes: int
+    job: str
+    knobs: tuple[str, ...] = ()
+
+    def refusal(self, card: str, found_bytes: int) -> str | None:
+        """Why `card` will not do, in one line; None when it may."""
+        if found_bytes >= self.card_bytes:
+            return None
+        choices = " or ".join(("rent a larger card", *(f"set {one}" for one in self.knobs)))
+        return (
+            f"{card} has {found_bytes / 2**30:.1f} GiB of memory, {self.job} needs"
+            f" {self.card_bytes / 2**30:.1f} GiB; {choices}"
+        )
+
+
+def least_card_bytes(weights_bytes: int, serves: bool) -> int:
+    """Bytes that no run works without: the weights, a second set in a colocated engine; 0 when not known."""
+    return weights_bytes * (2 if serves else 1) + CARD_OVERHEAD_BYTES if weights_bytes else 0
+
+
+@dataclass(frozen=True)
 class EngineMemory:
     """What the colocated engine is given: bytes of KV cache, and its share of the card (0 to 1)."""
 
@@ -294,15 +324,17 @@ def engine_memory(
     sequences: int,
     length: int,
     kv_bytes_per_token: int,
+    state_bytes: int = 0,
     weights_bytes: int,
     free_bytes: int,
     card_bytes: int | None,
 ) -> EngineMemory:
     """Size the KV cache for the whole batch at full length, or what is free beside a second set of weights.
 
-    Never less than one sequence, or the engine could not start at all. `card_bytes` is None without a card.
+    Never less than one sequence, or the engine could not start at all. `state_bytes` are those of a sequence
+    of any length. `card_bytes` is None without a card.
     """
-    one = (length + ENGINE_SLACK_TOKENS) * kv_bytes_per_token
+    one = (length + ENGINE_SLACK_TOKENS) * kv_bytes_per_token + state_bytes
     room = free_bytes if card_bytes is None else int(free_bytes * ENGINE_FREE_SHARE) - weights_bytes
     kv = max(one, min(sequences * one, room))
     if card_bytes is None:

@@ -18,13 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import recipe
 from delivery.hub_client import StoreError, Unavailable, ask_again, export_token
 from delivery.patience import Superseded
 from delivery.redaction import redactor
 from delivery.store import Store, folder_files
 from delivery.terminal import say, set_up_logging
-from job import chat, cli, prefetch, rules, weights
+from job import chat, cli, prefetch, repository, rules, weights
 from job.knobs import early, secret_values
 from job.settings import Settings, identify
 from training import (
@@ -50,13 +49,13 @@ ONE_LINE_ERRORS = (
     ValueError,
     StoreError,
     gpu.GpuNotReady,
-    weights.ModelUnreachable,
+    repository.ModelUnreachable,
     midrun.GradientFailure,
     rewards.NothingScored,
     engine.EngineProblem,
 )
 FIRST_FLUSH_S = 10.0
-RETRIABLE_ERRORS = (Unavailable, gpu.GpuNotReady, weights.ModelUnreachable)
+RETRIABLE_ERRORS = (Unavailable, gpu.GpuNotReady, repository.ModelUnreachable)
 
 
 def main(env: MutableMapping[str, str], signals: Signals | None = None) -> None:
@@ -142,9 +141,8 @@ def prepare(settings: Settings, run: Run, job: inputs.Job) -> None:
     job.setup_began = time.monotonic()
     # Of an earlier run in this folder, whose checkpoints rotation would count.
     shutil.rmtree(settings.output_dir, ignore_errors=True)
-    card = recipe.catalog_model(settings.model).required_vram_gb(settings.job.algorithm)
     with run.publisher.counting("bytes", prefetch.cache_bytes):
-        gpu.wait_for_gpu(settings.device, min_vram_gb=card)
+        gpu.wait_for_gpu(settings.device, need=weights.card_need(settings, job.plan))
         trainers.import_stack(settings)
         job.adapter = warm_start.fetch(settings, job.plan)
         download_seconds = job.prefetch.wait()

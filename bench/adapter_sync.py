@@ -90,14 +90,13 @@ def engine(folder: str, sync: str) -> Any:
 
     options = EngineOptions(
         weights=folder,
-        revision=None,
         tokenizer=folder,
-        tokenizer_revision=None,
         dtype="bfloat16",
         sync="adapter" if sync == "adapter" else "merge",
         lora_rank=RANK,
         max_length=256,
         kv_bytes_per_token=12 * 2 * 4 * 64 * 2,
+        state_bytes=0,
         memory_share=None,
         eager=True,
         sleep=False,

@@ -286,11 +286,12 @@ def drops_reasoning(chat: Chat) -> bool:
     return PROBE_REPLY not in chat.render(history)
 
 
-def load_tokenizer(model: str, revision: str | None) -> Any:
-    """The tokenizer of the base model; a missing pad token becomes the end-of-sequence token."""
+def load_tokenizer(folder: str, name: str | None = None) -> Any:
+    """The tokenizer in a folder, of the model `name`; a missing pad token becomes the eos token."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.name_or_path = name or folder
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

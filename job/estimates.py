@@ -139,18 +139,18 @@ def memory_gb(
 def _engine_bytes(settings: Settings, plan: WeightsPlan, batch: Batch, own: float, whole: int) -> float:
     """vLLM: weights again, overhead, KV cache of one sequence; else the KV cache of the whole batch."""
     if settings.rl_use_vllm:
-        return own + recipe.ENGINE_OVERHEAD_BYTES + settings.rl_vllm_max_len * plan.kv_bytes_per_token
-    return batch.sequences * whole * plan.kv_bytes_per_token
+        sequence = settings.rl_vllm_max_len * plan.kv_bytes_per_token + plan.state_bytes
+        return own + recipe.ENGINE_OVERHEAD_BYTES + sequence
+    return batch.sequences * (whole * plan.kv_bytes_per_token + plan.state_bytes)
 
 
 def _weights_bytes(plan: WeightsPlan, size: ModelSize) -> float:
-    """In transformers 5 experts are no linear layers: only weights that are 4-bit already have small ones."""
-    return size.weights_bytes(DTYPE_BYTES[plan.dtype], four_bit=plan.four_bit, experts_too=plan.is_quantised)
+    return size.weights_bytes(DTYPE_BYTES[plan.dtype], four_bit=plan.four_bit)
 
 
 def disk_gb(settings: Settings, plan: WeightsPlan, size: ModelSize) -> float:
     """GB: weights + 4 checkpoints of 12 B * adapter + merged weights; the image is not counted."""
-    stored = size.weights_bytes(2, four_bit=plan.is_quantised, experts_too=True)
+    stored = size.weights_bytes(2, four_bit=plan.is_quantised)
     checkpoint = CHECKPOINT_BYTES * size.lora(settings.lora_rank, settings.lora_targets)
     merged = size.params * DTYPE_BYTES[plan.dtype] if settings.merge else 0
     return ((0 if plan.is_local else stored) + CHECKPOINTS_ON_DISK * checkpoint + merged) / GB

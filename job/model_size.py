@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from job import experts
+
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -57,9 +59,9 @@ class ModelSize:
         ]
         return sum(rank * (one.rows + one.columns) * one.count for one in wanted)
 
-    def weights_bytes(self, dtype_bytes: int, *, four_bit: bool, experts_too: bool) -> float:
-        """dtype bytes per parameter; in the 4-bit tier 0.53 per linear one (NF4 and its constants)."""
-        small = sum(one.params for one in self.linears if experts_too or not one.is_expert) if four_bit else 0
+    def weights_bytes(self, dtype_bytes: int, *, four_bit: bool) -> float:
+        """dtype bytes per parameter; in the 4-bit tier 0.53 of layers and experts (NF4 and its constants)."""
+        small = sum(one.params for one in self.linears) if four_bit else 0
         return (self.params - small) * dtype_bytes + small * 0.53
 
 
@@ -118,17 +120,17 @@ def _delta_net(facts: Mapping[str, Any]) -> list[Linear]:
 
 def _feed_forward(facts: Mapping[str, Any]) -> list[Linear]:
     hidden, layers = facts["hidden_size"], facts["num_hidden_layers"]
-    experts = facts.get("num_experts") or facts.get("num_local_experts")
-    if not experts:
+    count = experts.count(facts)
+    if not count:
         return _gated("", hidden, facts.get("intermediate_size") or 4 * hidden, layers, layers)
     width = facts.get("moe_intermediate_size") or facts["intermediate_size"]
     active = layers * (facts.get("num_experts_per_tok") or 1)
-    found = _gated("", hidden, width, layers * experts, active, is_expert=True)
+    found = _gated("", hidden, width, layers * count, active, is_expert=True)
     shared = facts.get("shared_expert_intermediate_size")
     return [
         *found,
         *(_gated("shared_", hidden, shared, layers, layers) if shared else []),
-        Linear("gate", hidden, experts, layers, layers, is_expert=True),
+        Linear("gate", hidden, count, layers, layers, is_expert=True),
     ]
 
 

@@ -4,10 +4,12 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+from job import repository
+from job.repository import IGNORED_FILES, ModelUnreachable, Origin, RepoFile
 from job.settings import Settings, SettingsError
-from job.weights import IGNORED_FILES, Origin
 
 log = logging.getLogger(__name__)
 
@@ -31,27 +33,28 @@ class Prefetch:
         return round(self.seconds, 1)
 
     def _bring(self) -> None:
-        import httpx2
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
         origin, began = self.origin, time.monotonic()
-        api = HfApi(endpoint=self.settings.endpoint or None, token=self.settings.token or None)
         try:
-            api.snapshot_download(origin.source, revision=origin.commit, ignore_patterns=IGNORED_FILES)
-        except (HfHubHTTPError, httpx2.HTTPError, LocalEntryNotFoundError, OSError) as error:
+            repository.snapshot(
+                self.settings,
+                origin.source,
+                origin.commit,
+                origin.source_knob,
+                ignore_patterns=IGNORED_FILES,
+            )
+        except (ModelUnreachable, SettingsError, OSError) as error:
             log.warning("prefetch of %s failed, going on: %s", origin.source, error)
         self.seconds = time.monotonic() - began
 
 
-def check_room(origin: Origin, settings: Settings) -> None:
+def check_room(origin: Origin, files: Iterable[RepoFile]) -> None:
     """Raise SettingsError when the weights that are not in the cache yet are more than its disk can take."""
     if origin.is_local:
         return
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
-    missing = missing_bytes(origin, settings, cache)
+    missing = missing_bytes(origin, files, cache)
     folder = next(one for one in (cache, *cache.parents) if one.is_dir())
     free = shutil.disk_usage(folder).free
     if missing > free:
@@ -61,29 +64,13 @@ def check_room(origin: Origin, settings: Settings) -> None:
         )
 
 
-def missing_bytes(origin: Origin, settings: Settings, cache: Path) -> int:
-    """Bytes of the weights' files that the cache lacks; 0 when the Hub cannot be asked."""
-    import httpx2
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+def missing_bytes(origin: Origin, files: Iterable[RepoFile], cache: Path) -> int:
+    """Bytes of a repository's files that the cache lacks."""
     from huggingface_hub.file_download import repo_folder_name
-    from huggingface_hub.utils import filter_repo_objects
 
-    api = HfApi(endpoint=settings.endpoint or None, token=settings.token or None)
-    try:
-        about = api.model_info(origin.source, revision=origin.commit, files_metadata=True)
-    except (HfHubHTTPError, httpx2.HTTPError, OfflineModeIsEnabled):
-        return 0  # the commit was found, so the cache has something; loading decides
     blobs = cache / repo_folder_name(repo_id=origin.source, repo_type="model") / "blobs"
-    wanted = filter_repo_objects(
-        about.siblings or (), ignore_patterns=IGNORED_FILES, key=lambda one: one.rfilename
-    )
     # The cache names a file by what is in it, so that commits share it.
-    return sum(
-        one.size or 0
-        for one in wanted
-        if not (blobs / str(one.lfs.sha256 if one.lfs else one.blob_id)).exists()
-    )
+    return sum(one.size for one in files if not (blobs / one.blob).exists())
 
 
 def cache_bytes() -> int:

@@ -2,19 +2,22 @@
 
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import recipe
+from job import experts, repository
+from job.repository import IGNORED_FILES, Origin, RepoFile
 from job.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 
-IGNORED_FILES = ["*.pth", "*.gguf", "original/*", "*.onnx", "*.msgpack", "*.h5"]
 FAST_KERNELS = "flash-linear-attention==0.6.0"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+FLOAT32_BYTES = 4
+DTYPE_BYTES = {"float32": FLOAT32_BYTES, "bfloat16": 2, "float16": 2}
+FOUR_BITS_BYTES = 0.516  # of a parameter, with its share of the scales
 MULTIMODAL_TYPES = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_6"})
 # A text-only engine rejects an adapter on any of these. A pattern, as peft's list form only matches suffixes.
 EXCLUDED_MODULES = r"(.*\.)?(visual|vision_tower|multi_modal_projector|mtp)(\..*)?"
@@ -31,43 +34,22 @@ class WeightsProblem(ValueError):
     """Weights that are not the whole model."""
 
 
-class ModelUnreachable(RuntimeError):
-    """The Hub could not be asked for a model that is not in the cache."""
-
-
 @dataclass(frozen=True)
-class Origin:
-    """Where a model comes from: one repository or two, at resolved commits; None for a folder."""
-
-    base: str
-    source: str
-    base_commit: str | None
-    commit: str | None
-
-    @property
-    def is_local(self) -> bool:
-        return Path(self.source).is_dir()
-
-
-@dataclass(frozen=True)
-class WeightsPlan:
+class WeightsPlan(Origin):
     """The one plan that every load of a run follows.
 
-    `base` is the model id that names tokenizer and template; `source` holds the weights; `commit` is the
-    resolved revision of `source` on the Hub, None for a local folder. `is_quantised` says that the weights in
-    `source` are 4-bit already; `reentrant` that gradient checkpointing must be; `facts` is the text model's
-    configuration.
+    `is_quantised` says that the weights in `source` are 4-bit already; `reentrant` that gradient
+    checkpointing must be; `weights_bytes` is what they take when loaded, 0 when that is not known; `facts` is
+    the text model's configuration.
     """
 
-    base: str
-    source: str
-    commit: str | None
-    base_commit: str | None
     dtype: str
     model_type: str
     vocab_size: int
     context_length: int
     kv_bytes_per_token: int
+    state_bytes: int = 0  # of a sequence, however long, in layers that keep no keys and values
+    weights_bytes: int = 0
     four_bit: bool = False
     is_quantised: bool = False
     has_experts: bool = False
@@ -78,34 +60,28 @@ class WeightsPlan:
     def is_multimodal(self) -> bool:
         return self.model_type in MULTIMODAL_TYPES
 
-    @property
-    def is_local(self) -> bool:
-        return Path(self.source).is_dir()
+    def folder(self, settings: Settings) -> str:
+        """The folder that holds the weights at the recorded commit; ModelUnreachable when it cannot be had.
 
-    def snapshot(self) -> str:
-        """The folder that holds the weights at the recorded commit, to be given to TRL in place of the id.
-
-        TRL's `create_model_from_path` reads the architecture from the newest commit, whatever the revision
-        (trl 1.16); the id will do once it passes the revision on.
+        It is what every load is given: TRL 1.16 reads the architecture of an id from its newest commit.
         """
-        if self.is_local:
-            return self.source
-        from huggingface_hub import snapshot_download
-
-        return snapshot_download(self.source, revision=self.commit, ignore_patterns=IGNORED_FILES)
+        return repository.snapshot(
+            settings, self.source, self.commit, self.source_knob, ignore_patterns=IGNORED_FILES
+        )
 
     def load(self, settings: Settings) -> Any:
         """The base model; WeightsProblem when a tensor is missing, which would be left as random values."""
         from trl.trainer.utils import create_model_from_path
 
-        model, report = create_model_from_path(
-            self.snapshot(), output_loading_info=True, **self.model_init_kwargs(settings)
-        )
+        with experts.in_four_bits() if self.four_bit else nullcontext():
+            model, report = create_model_from_path(
+                self.folder(settings), output_loading_info=True, **self.model_init_kwargs(settings)
+            )
         missing = sorted(report["missing_keys"])
         if missing:
             raise WeightsProblem(
-                f"JobSpec model={self.source!r}: its weights lack {len(missing)} of the model's tensors, one"
-                f" is {missing[0]}; use a complete checkpoint"
+                f"{self.source_knob}={self.source!r}: its weights lack {len(missing)} of the model's tensors,"
+                f" one is {missing[0]}; use a complete checkpoint"
             )
         return model
 
@@ -147,38 +123,38 @@ class WeightsPlan:
         )
 
 
-def locate(settings: Settings, pinned: str | None = None) -> Origin:
-    """Resolve the model to a commit; raises SettingsError when it cannot be had.
+def plan_weights(
+    settings: Settings, origin: Origin | None = None, files: Sequence[RepoFile] = ()
+) -> WeightsPlan:
+    """Read the model's config; raises SettingsError when it cannot be read or is not what the tier says.
 
-    `pinned` is the commit of an earlier attempt's weights: a resumed run loads the same ones.
+    `files` are those of the repository with the weights, as far as they are known.
     """
-    base, _, revision = settings.model.partition("@")
-    source = settings.quant_repo if settings.quant == "4bit-qlora" and settings.quant_repo else base
-    base_commit = _commit(settings, base, (pinned if source == base else None) or revision or None)
-    commit = base_commit if source == base else _commit(settings, source, pinned, "AUTOSLM_QUANT_REPO")
-    return Origin(base, source, base_commit, commit)
-
-
-def plan_weights(settings: Settings, origin: Origin | None = None) -> WeightsPlan:
-    """Read the model's config; raises SettingsError when it cannot be read or is not what the tier says."""
-    origin = origin or locate(settings)
-    config = _config(origin.source, origin.commit)
+    origin = origin or repository.locate(settings)
+    config = _config(settings, origin)
     text = config.get_text_config()
     facts = text.to_dict()
-    has_experts = bool(facts.get("num_experts") or facts.get("num_local_experts"))
+    has_experts = experts.count(facts) > 0
     check_experts(settings, has_experts, config.model_type in MULTIMODAL_TYPES)
     is_quantised = check_precision(settings, origin.source, config.to_dict().get("quantization_config"))
     dtype = "float32" if settings.device == "cpu" else "bfloat16"
+    per_token, per_sequence = engine_bytes(text, DTYPE_BYTES[dtype])
+    weights_bytes = repository.weights_bytes(files)
+    if not is_quantised:
+        stored_as = str(facts.get("dtype") or config.to_dict().get("dtype")).removeprefix("torch.")
+        parameters = weights_bytes // DTYPE_BYTES.get(stored_as, 2)
+        four_bit = settings.quant == "4bit-qlora"
+        kept = min(parameters, text.vocab_size * text.hidden_size) if four_bit else parameters
+        weights_bytes = kept * DTYPE_BYTES[dtype] + int((parameters - kept) * FOUR_BITS_BYTES)
     return WeightsPlan(
-        base=origin.base,
-        source=origin.source,
-        commit=origin.commit,
-        base_commit=origin.base_commit,
+        **vars(origin),
         dtype=dtype,
         model_type=config.model_type,
         vocab_size=text.vocab_size,
         context_length=text.max_position_embeddings,
-        kv_bytes_per_token=_kv_bytes_per_token(text, DTYPE_BYTES[dtype]),
+        kv_bytes_per_token=per_token,
+        state_bytes=per_sequence,
+        weights_bytes=weights_bytes,
         four_bit=settings.quant == "4bit-qlora",
         is_quantised=is_quantised,
         has_experts=has_experts,
@@ -200,8 +176,19 @@ def warn_slow_kernels(plan: WeightsPlan, settings: Settings) -> None:
 
 
 def check_experts(settings: Settings, has_experts: bool, is_multimodal: bool) -> None:
-    """Refuse what vLLM cannot serve: a mixture of experts merged or on a CPU, an adapter on experts."""
-    if not has_experts or settings.mode != "rl" or not settings.rl_use_vllm:
+    """Refuse an adapter on 4-bit experts, and what vLLM cannot serve: one on any, merged ones, a CPU."""
+    if not has_experts:
+        return
+    named = [one for one in settings.lora_targets if one.rpartition(".")[2] in EXPERT_TARGETS]
+    if isinstance(settings.lora_targets, str) or is_multimodal:
+        named = []
+    targets = f"LORA_TARGETS={','.join(settings.lora_targets)}"
+    if named and settings.quant == "4bit-qlora":
+        raise SettingsError(
+            f"{targets}: experts in 4 bits cannot be given an adapter; leave out {', '.join(named)}, or set"
+            " AUTOSLM_QUANT=bf16"
+        )
+    if settings.mode != "rl" or not settings.rl_use_vllm:
         return
     if settings.device == "cpu":
         raise SettingsError(
@@ -213,22 +200,24 @@ def check_experts(settings: Settings, has_experts: bool, is_multimodal: bool) ->
             "RL_ADAPTER_SYNC=merge: whether vLLM samples from a mixture of experts' merged weights is not"
             " proven; use RL_ADAPTER_SYNC=adapter, or set RL_USE_VLLM=0"
         )
-    named = [one for one in settings.lora_targets if one.rpartition(".")[2] in EXPERT_TARGETS]
-    if named and not isinstance(settings.lora_targets, str) and not is_multimodal:
+    if named:
         raise SettingsError(
-            f"LORA_TARGETS={','.join(settings.lora_targets)}: vLLM cannot serve an adapter on experts or"
-            f" router; leave out {', '.join(named)}, or set RL_USE_VLLM=0"
+            f"{targets}: vLLM cannot serve an adapter on experts or router; leave out {', '.join(named)}, or"
+            " set RL_USE_VLLM=0"
         )
 
 
-def warn_large_experts(plan: WeightsPlan) -> None:
-    """Warn that the experts stay as large as they are: in transformers 5 they are no linear layers."""
-    if plan.four_bit and plan.has_experts and not plan.is_quantised:
-        log.warning(
-            "only linear layers are quantised to 4 bits: the experts of %s stay in %s and need the room",
-            plan.base,
-            plan.dtype,
-        )
+def card_need(settings: Settings, plan: WeightsPlan) -> recipe.CardNeed:
+    """The GPU memory below which a run cannot work: the catalog's class, or the weights of the tier used."""
+    entry, serves = recipe.catalog_model(settings.model), settings.mode == "rl" and settings.rl_use_vllm
+    knobs = [] if plan.four_bit else ["AUTOSLM_QUANT=4bit-qlora"]
+    knobs += ["RL_USE_VLLM=0"] if serves else []
+    job = f"{plan.source} in {settings.quant}{', and again for vLLM,' if serves else ''}"
+    is_catalogs = (settings.quant, settings.quant_repo) == (entry.quant, entry.quant_repo)
+    if settings.mode == "rl":
+        is_catalogs = is_catalogs and settings.rl_use_vllm == entry.grpo_use_vllm
+    known = entry.required_vram_bytes(settings.job.algorithm) if is_catalogs else 0
+    return recipe.CardNeed(known or recipe.least_card_bytes(plan.weights_bytes, serves), job, tuple(knobs))
 
 
 def check_precision(settings: Settings, source: str, quantisation: dict[str, Any] | None) -> bool:
@@ -254,64 +243,34 @@ def check_precision(settings: Settings, source: str, quantisation: dict[str, Any
     return True
 
 
-def _kv_bytes_per_token(config: Any, dtype_bytes: int) -> int:
-    """Keys and values of one token in every layer; an upper bound where some layers keep none."""
-    facts = config.to_dict()
-    heads = facts.get("num_key_value_heads") or config.num_attention_heads
-    head_size = facts.get("head_dim") or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_size * dtype_bytes
+def engine_bytes(text: Any, dtype_bytes: int) -> tuple[int, int]:
+    """Bytes of a sequence in the engine, from a text model's config: per token, and whatever its length.
+
+    Gated DeltaNet layers keep one state in place of keys and values. The engine's blocks are as large as a
+    state, and the last block of every other layer is filled partly: one state for each layer covers both.
+    """
+    facts = text.to_dict()
+    heads = facts.get("num_key_value_heads") or text.num_attention_heads
+    head_size = facts.get("head_dim") or text.hidden_size // text.num_attention_heads
+    kept = 2 * heads * head_size * dtype_bytes
+    if "linear_key_head_dim" not in facts:
+        return text.num_hidden_layers * kept, 0
+    key, value = facts["linear_key_head_dim"], facts["linear_value_head_dim"]
+    key_heads, value_heads = facts["linear_num_key_heads"], facts["linear_num_value_heads"]
+    convolved = (2 * key_heads * key + value_heads * value) * facts["linear_conv_kernel_dim"]
+    state = FLOAT32_BYTES * (value_heads * key * value + convolved)
+    linear = facts["layer_types"].count("linear_attention")
+    return (text.num_hidden_layers - linear) * kept, text.num_hidden_layers * state
 
 
-def _commit(settings: Settings, repo: str, revision: str | None, knob: str = "JobSpec model") -> str | None:
-    """The Hub commit that `repo`, named by `knob`, stands for now; None for a local folder."""
-    if Path(repo).is_dir():
-        if not (Path(repo) / "config.json").is_file():
-            raise SettingsError(f"{knob}={repo!r}: the folder has no config.json; name a model's folder")
-        return None
-    import httpx2
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    api = HfApi(endpoint=settings.endpoint or None, token=settings.token or None)
-    try:
-        return api.model_info(repo, revision=revision).sha
-    except HFValidationError as error:
-        raise SettingsError(f"{knob}={repo!r}: no folder of that name, and no Hub id (owner/name)") from error
-    except RevisionNotFoundError as error:
-        raise SettingsError(f"{knob}={repo}@{revision}: the model has no such revision") from error
-    except RepositoryNotFoundError as error:
-        raise SettingsError(
-            f"{knob}={repo!r}: not on the Hub, or private and not visible to this token"
-            " (HF_TOKEN); check the name and the token"
-        ) from error
-    except (HfHubHTTPError, httpx2.HTTPError, OfflineModeIsEnabled) as error:
-        return _cached_commit(repo, revision, knob, error)
-
-
-def _cached_commit(repo: str, revision: str | None, knob: str, reason: Exception) -> str:
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(repo, "config.json", revision=revision)
-    if not isinstance(cached, str):
-        raise ModelUnreachable(f"{knob}={repo!r}: the Hub cannot be asked for it ({reason})") from reason
-    commit = Path(cached).parent.name
-    log.warning("the Hub cannot be asked for %s (%s): using the cached commit %s", repo, reason, commit)
-    return commit
-
-
-def _config(source: str, commit: str | None) -> Any:
+def _config(settings: Settings, origin: Origin) -> Any:
     from transformers import AutoConfig
 
+    knob, source = origin.source_knob, origin.source
+    folder = repository.description(settings, source, origin.commit, knob)
     try:
-        return AutoConfig.from_pretrained(source, revision=commit or "main")
+        return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        cause = " ".join(str(error).split())[:300]
         raise SettingsError(
-            f"JobSpec model={source!r}: its configuration cannot be read ({cause})"
+            f"{knob}={source!r}: its configuration cannot be read ({' '.join(str(error).split())[:300]})"
         ) from error

@@ -152,7 +152,7 @@ def build(env: dict[str, str], *, dtype: str = "float32", policy: Any = None) ->
     loaded = Environment.load(settings.job.environment.id, settings.job.environment.params)
     plan = dataclasses.replace(weights.plan_weights(settings), dtype=dtype)
     settings = rules.fit_context(settings, plan.context_length)
-    talk = chat.Chat(chat.load_tokenizer(plan.base, None), settings.thinking)
+    talk = chat.Chat(chat.load_tokenizer(plan.base), settings.thinking)
     prompts = dataset.rl_prompts(settings, loaded, talk)
     batch = trainers.rl_batch(settings, plan, loaded, len(prompts.rows))
     tally = Tally()

@@ -506,6 +506,7 @@ class Fault:
     hang: bool = False  # never answer until the server closes
     cut_at: int | None = None  # close the socket after this many bytes of the body
     retry_after: float | None = None
+    code: str = ""  # the Hub's own word for the error
     times: int | None = None  # None: always
     after: int = 0  # let this many matching requests through first
     body: str = ""
@@ -517,7 +518,8 @@ class Fault:
         if self.status is None:
             return None
         wait = {} if self.retry_after is None else {"Retry-After": f"{self.retry_after:g}"}
-        return Answer(self.status, self.body.encode(), {"Content-Type": "text/plain", **wait})
+        coded = {"X-Error-Code": self.code} if self.code else {}
+        return Answer(self.status, self.body.encode(), {"Content-Type": "text/plain", **wait, **coded})
 
 
 class HubServer(Hub):

@@ -10,7 +10,7 @@ from typing import Any
 from job import chat, dataset, rules, weights
 from job.environment import Environment
 from job.settings import identify
-from training import trainers
+from training import trainers, warm_start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +37,17 @@ def build(
     loaded = Environment.load(settings.job.environment.id, settings.job.environment.params)
     plan = weights.plan_weights(settings)
     settings = rules.fit_context(settings, plan.context_length)
-    talk = chat.Chat(chat.load_tokenizer(plan.base, plan.base_commit), settings.thinking)
+    talk = chat.Chat(chat.load_tokenizer(plan.base), settings.thinking)
     rows, _, _ = dataset.sft_rows(settings, loaded, talk)
     batch = batch or trainers.sft_batch(settings, plan)
     model = policy(settings, plan) if policy else None
     trainer = trainers.sft_trainer(settings, plan, talk, rows, batch, callbacks, model)
     return Trial(settings, plan, talk, trainer)
+
+
+def warm(settings: Any, plan: Any) -> Any:
+    """The policy of a run that goes on from an adapter: to be given to `build`, here and for GRPO."""
+    return warm_start.load(settings, plan, warm_start.fetch(settings, plan))
 
 
 def losses(trainer: Any) -> list[float]:
@@ -60,11 +65,11 @@ def logits(model: Any) -> Any:
 
 
 def check_base(trial: Any) -> None:
-    """The frozen weights, quantised storage included, are bit for bit those that a fresh load has."""
+    """The frozen weights are bit for bit those that a fresh load has; in 4 bits, so are their scales."""
     import torch
 
-    fresh = dict(trial.plan.load(trial.settings).named_parameters())
-    named = trial.trainer.model.get_base_model().named_parameters()
+    fresh = trial.plan.load(trial.settings).state_dict()
+    named = trial.trainer.model.get_base_model().state_dict().items()
     mine = {name.replace(".base_layer", ""): one for name, one in named if "lora_" not in name}
     assert mine.keys() == fresh.keys()
     assert all(one.dtype == fresh[name].dtype for name, one in mine.items())

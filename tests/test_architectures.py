@@ -15,7 +15,7 @@ from job.weights import plan_weights
 from tests import architectures, grpo_trials, harness, sft_trials
 from tests.harness import strict
 from tests.test_fitting import Gradients, check_same, found
-from training import engine, trainers, warm_start
+from training import engine, trainers
 from training.midrun import as_callback
 
 pytestmark = pytest.mark.slow
@@ -24,10 +24,6 @@ FROM = "sft/r1/seed0"
 LORA = {"lora_rank": 8, "lora_alpha": 16}
 TEACH = {"train": {**LORA, "learning_rate": 1e-2, "batch_size": 24}}
 GROUPS = {**LORA, "init_from_adapter": FROM, "temperature": 1.0, "group_size": 8}
-
-
-def warm(settings: Any, plan: Any) -> Any:
-    return warm_start.load(settings, plan, warm_start.fetch(settings, plan))
 
 
 @pytest.fixture(scope="module", params=architectures.KINDS)
@@ -76,7 +72,7 @@ def test_grpo_goes_on_from_it_with_the_trainers_model(taught: Any, folder: Path,
 
     train = {**GROUPS, "kl_penalty_coef": 0.01}
     env = grpo_trials.variables(folder, model, train=train, RL_USE_VLLM=0)
-    made = grpo_trials.build(env, policy=warm)
+    made = grpo_trials.build(env, policy=sft_trials.warm)
     assert torch.equal(sft_trials.logits(made.trainer.model), sft_trials.logits(taught.trainer.model))
     start = {name: one.detach().clone() for name, one in made.adapter_weights().items()}
     made.trainer.train()
@@ -100,6 +96,33 @@ def test_every_supervised_token_counts_the_same_whatever_the_micro_batch(folder:
     one, four = gradients(1), gradients(4)
     check_same(one, four, atol=1e-5)
     assert max(grad.abs().max() for grad in four.values()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_5_moe"], indirect=True)
+def test_gradients_are_the_same_with_checkpointing(
+    folder: Path, model: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: reentrant for Gated DeltaNet and experts, not for others."""
+    plain, asked = trainers.checkpointing, []
+
+    def gradients(on: bool) -> dict[str, Any]:
+        def checkpointing(plan: Any, on_gpu: bool) -> dict[str, Any]:
+            asked.append(plain(plan, on))
+            return asked[-1]
+
+        monkeypatch.setattr(trainers, "checkpointing", checkpointing)
+        spec = {"train": {**LORA, "batch_size": 4}}
+        env = harness.variables(folder / f"checkpointing-{on}", model, "toy-words", spec, SFT_MAX_STEPS=1)
+        made = sft_trials.build(env, callbacks=[as_callback(Gradients)])
+        made.trainer.train()
+        assert made.trainer.model.is_gradient_checkpointing is on
+        return found(made.trainer)
+
+    without, with_it = gradients(False), gradients(True)
+    assert asked[1]["gradient_checkpointing_kwargs"] == {"use_reentrant": kind != "llama"}
+    check_same(with_it, without, atol=1e-6)
+    # of a first step only lora_B has one, as it begins at zero
+    assert all(grad.abs().max() > 1e-5 for name, grad in with_it.items() if "lora_B" in name)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_moe"], indirect=True)
@@ -133,8 +156,12 @@ def test_a_multimodal_checkpoint_is_served_as_text(folder: Path, model: Path, ki
     env = grpo_trials.variables(folder, model, AUTOSLM_DEVICE="cuda", AUTOSLM_TEXT_ONLY=int(asked))
     settings = rules.resolve(env, identify(env)[0])
     plan = plan_weights(settings)
-    talk = chat.Chat(chat.load_tokenizer(plan.base, None), thinking=False)
+    talk = chat.Chat(chat.load_tokenizer(plan.base), thinking=False)
     options = trainers.engine_options(settings, plan, talk)
     arguments = engine.engine_arguments(options, 0, 4, recipe.EngineMemory(1 << 20, 0.5))
     assert arguments.get("language_model_only", False) is (asked and plan.is_multimodal)
     assert plan.is_multimodal is kind.startswith("qwen3_5") and plan.reentrant
+    attention = 1 if plan.is_multimodal else 2  # of two layers
+    assert (
+        plan.kv_bytes_per_token == attention * 2 * 2 * 32 * 2 and bool(plan.state_bytes) is plan.is_multimodal
+    )

@@ -499,6 +499,6 @@ def test_a_missing_pad_token_becomes_the_end_of_sequence(tmp_path: Any) -> None:
     tokenizer = harness.llama_tokenizer()
     assert tokenizer.pad_token is None
     tokenizer.save_pretrained(tmp_path)
-    loaded = chats.load_tokenizer(str(tmp_path), None)
+    loaded = chats.load_tokenizer(str(tmp_path))
     assert loaded.pad_token == loaded.eos_token == "<|eot_id|>"
     assert loaded.chat_template == harness.template("llama3")

@@ -89,15 +89,14 @@ def test_an_adapter_is_rank_times_both_sides_of_every_target():
     assert size.lora(8, ("nothing",)) == 0
 
 
-def test_experts_get_no_adapter_unless_named_and_stay_large_in_four_bits():
+def test_experts_get_no_adapter_unless_named_and_are_small_in_four_bits():
     size = model_size(EXPERTS_30B)
     assert size is not None
     attention = 48 * 8 * ((2048 + 4096) * 2 + (2048 + 512) * 2)
     assert size.lora(8, "all-linear") == attention
     assert size.lora(8, ("down_proj",)) == 48 * 128 * 8 * (768 + 2048)
-    as_loaded = size.weights_bytes(2, four_bit=True, experts_too=False) / 1e9
-    stored = size.weights_bytes(2, four_bit=True, experts_too=True) / 1e9
-    assert as_loaded > 57 and 15 < stored < 18
+    assert size.weights_bytes(2, four_bit=False) / 1e9 > 57
+    assert 15 < size.weights_bytes(2, four_bit=True) / 1e9 < 18
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])

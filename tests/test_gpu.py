@@ -1,6 +1,7 @@
 """Readiness and diagnostics of the device, on a machine that has none."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from recipe import CardNeed
+from tests.harness import ROOT
 from training import gpu
 from training.gpu import GpuNotReady, diagnostics, is_out_of_memory, wait_for_gpu
 
@@ -175,6 +178,18 @@ def test_a_driver_that_may_do_is_waited_for(plug_in, nvidia_smi, said):
     assert waited(plug_in("off", "off", None)) == [10.0, 10.0]
 
 
+def test_skypilots_setup_tells_a_driver_that_is_too_old(plug_in, nvidia_smi):
+    import yaml
+
+    setup = yaml.safe_load((ROOT / "examples" / "skypilot.yaml").read_text(encoding="utf-8"))["setup"]
+    (code,) = re.findall(r"/opt/venv/bin/python -c '(.+)' 2>&1 \| tail -n 1$", setup, re.MULTILINE)
+    assert setup.startswith("set -o pipefail")  # or the line would hide the failure
+    plug_in("off")
+    nvidia_smi('echo "570.86.15"')
+    with pytest.raises(GpuNotReady, match=r"^GPU never became ready: the NVIDIA driver is 570"):
+        exec(code)
+
+
 # --- out of memory ---
 
 FULL = (
@@ -244,18 +259,21 @@ def test_no_part_of_the_diagnostics_can_fail(plug_in, nvidia_smi, tmp_path):
     assert len(gpu._nvidia_smi()) <= 160
 
 
-@pytest.mark.parametrize(("needed", "fits"), [(0, True), (24, True), (32, False)])
-def test_a_card_below_the_jobs_class_is_refused(monkeypatch, needed, fits):
-    class Card:
-        total_memory = 23.6 * 2**30
-
-    torch = SimpleNamespace(cuda=SimpleNamespace(get_device_properties=lambda index: Card))
-    monkeypatch.setitem(sys.modules, "torch", torch)
+@pytest.mark.parametrize(("needed_gib", "fits"), [(0, True), (23.5, True), (32, False)])
+def test_a_card_that_is_too_small_for_the_job_is_refused(plug_in, needed_gib, fits):
+    need = CardNeed(int(needed_gib * 2**30), "acme/b in bf16", ("AUTOSLM_QUANT=4bit-qlora", "RL_USE_VLLM=0"))
+    card = SimpleNamespace(name="NVIDIA L4", total_memory=int(23.6 * 2**30))
+    plug_in(None).cuda.get_device_properties = lambda index: card
     if fits:
-        gpu.check_memory(needed)
-    else:
-        with pytest.raises(gpu.GpuNotReady, match=r"GPU never became ready: it has 24 GB.*needs 32 GB"):
-            gpu.check_memory(needed)
+        wait_for_gpu("cuda", need=need)
+        return
+    with pytest.raises(GpuNotReady) as caught:
+        wait_for_gpu("cuda", need=need)
+    assert str(caught.value) == (
+        "GPU never became ready: NVIDIA L4 has 23.6 GiB of memory, acme/b in bf16 needs 32.0 GiB;"
+        " rent a larger card or set AUTOSLM_QUANT=4bit-qlora or set RL_USE_VLLM=0"
+    )
+    wait_for_gpu("cpu", need=need)
 
 
 @pytest.mark.parametrize(

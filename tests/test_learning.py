@@ -32,7 +32,7 @@ def taught(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = harness.with_template(tiny_model, tmp_path_factory.mktemp("taught") / "model", "compact")
     chat, env = (
-        Chat(load_tokenizer(str(folder), None), thinking=False),
+        Chat(load_tokenizer(str(folder)), thinking=False),
         Environment.load("demo-calculator", SUMS),
     )
     rows = [

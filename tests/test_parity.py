@@ -26,7 +26,7 @@ def answers(adapter: Path, base: Path, thinking: bool, questions: list[str]) -> 
 
     from job import chat
 
-    talk = chat.Chat(chat.load_tokenizer(str(adapter), None), thinking)
+    talk = chat.Chat(chat.load_tokenizer(str(adapter)), thinking)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     replies = []
     for question in questions:

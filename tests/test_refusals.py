@@ -121,7 +121,7 @@ MODELS: dict[str, tuple[str, str]] = {
     "missing": ("acme/missing", r"JobSpec model='acme/missing': not on the Hub, or private"),
     "revision": (
         f"acme/tiny@{NOWHERE}",
-        rf"JobSpec model=acme/tiny@{NOWHERE}: the model has no such revision",
+        rf"JobSpec model='acme/tiny@{NOWHERE}': the model has no such revision",
     ),
     "no-id": ("./not/a/folder", r"JobSpec model='\./not/a/folder': no folder of that name, and no Hub id"),
 }

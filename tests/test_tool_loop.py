@@ -156,7 +156,7 @@ def test_a_run_on_qwen3s_own_template(with_template: Callable[[str], Path], tmp_
     plan = weights.plan_weights(settings)
     settings = rules.fit_context(settings, plan.context_length)
     loaded = Environment.load("toy-tools", {})
-    chat = Chat(load_tokenizer(plan.base, None), settings.thinking)
+    chat = Chat(load_tokenizer(plan.base), settings.thinking)
     prompts = dataset.rl_prompts(settings, loaded, chat)
     way = conversations.plan(settings, loaded, chat, prompts, Scorer(loaded), Tally())
     assert way.rollout is None and [one.__name__ for one in way.tools] == ["price", "stock"]

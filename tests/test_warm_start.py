@@ -46,7 +46,7 @@ def trial(tiny_model: Path, store: Path, tmp_path: Path) -> Callable[..., Trial]
     def make(train: dict[str, Any] | None = None, **more: Any) -> Trial:
         train = {"init_from_adapter": FROM, **(train or {})}
         env = grpo_trials.variables(tmp_path, tiny_model, train=train, **more)
-        return grpo_trials.build(env, policy=load)
+        return grpo_trials.build(env, policy=sft_trials.warm)
 
     return make
 
@@ -61,10 +61,6 @@ def run(tiny_model: Path, store: Path, tmp_path: Path) -> Callable[..., Finished
         return harness.run_main(env)
 
     return make
-
-
-def load(settings: Any, plan: Any) -> Any:
-    return warm_start.load(settings, plan, warm_start.fetch(settings, plan))
 
 
 def plainly_loaded(model: Path, store: Path) -> Any:
@@ -202,7 +198,7 @@ def test_sft_goes_on_from_it(tiny_model: Path, store: Path, tmp_path: Path) -> N
     env = harness.variables(
         tmp_path, tiny_model, "toy-words", {"train": train, "run_id": "r2"}, SFT_MAX_STEPS=10
     )
-    made = sft_trials.build(env, policy=load)
+    made = sft_trials.build(env, policy=sft_trials.warm)
     plain = plainly_loaded(tiny_model, store)
     assert torch.equal(sft_trials.logits(made.trainer.model), sft_trials.logits(plain))
     ended = harness.run_main(env)
@@ -305,6 +301,17 @@ def test_another_alpha_in_the_spec_is_said_to_be_ignored(
     assert ended.error is None, ended.error
     assert "train.lora_alpha=64 is not used: the adapter of train.init_from_adapter has 16" in caplog.text
     caplog.clear()
+
+
+def test_its_dropout_is_not_taken_over(
+    trial: Callable[..., Trial], store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil_config(lora_dropout=0.5)(store / FROM / "adapter")
+    made = trial({"kl_penalty_coef": 0.1}, RL_USE_VLLM=0)
+    assert "was trained with a dropout of 0.5; this run has none" in caplog.text
+    assert made.trainer.model.peft_config["default"].lora_dropout == 0.0
+    dropouts = [one for name, one in made.trainer.model.named_modules() if "lora_dropout." in name]
+    assert dropouts and {type(one).__name__ for one in dropouts} == {"Identity"}
 
 
 @pytest.mark.parametrize("prefix", ["sft/nobody/seed0", "sft/r1", "rl/r1/seed0"])

@@ -6,19 +6,31 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from job.settings import SettingsError
-from job.weights import EXCLUDED_MODULES, check_experts, check_precision, locate, warn_large_experts
+from accounting import Tally
+from delivery.checkpoints import AnotherJob, Manifest
+from job import experts, repository, rules
+from job.repository import locate
+from job.settings import SettingsError, identify
+from job.weights import (
+    EXCLUDED_MODULES,
+    card_need,
+    check_experts,
+    check_precision,
+    engine_bytes,
+    plan_weights,
+)
 from tests import architectures, grpo_trials, harness, sft_trials
 from tests.harness import strict
 from tests.hub_server import HubServer
 from tests.test_layout import PLAN
-from training import trainers, warm_start
+from training import inputs, trainers, warm_start
 
 slow = pytest.mark.slow
 FROM = "sft/r1/seed0"
@@ -59,10 +71,12 @@ def test_a_precision_that_is_not_what_the_tier_says(
         ("all-linear", {"device": "cpu"}, True),
         ("all-linear", {"rl_adapter_sync": "merge"}, True),
         ("all-linear", {"rl_adapter_sync": "merge", "rl_use_vllm": False}, False),
+        ("all-linear", {"quant": "4bit-qlora"}, False),
     ],
 )
 def test_experts_that_vllm_cannot_serve(targets: Any, fields: dict[str, Any], refused: bool) -> None:
     plain = {"mode": "rl", "rl_use_vllm": True, "device": "cuda", "rl_adapter_sync": "adapter"}
+    plain["quant"] = "bf16"
     settings: Any = SimpleNamespace(**{**plain, "lora_targets": targets, **fields})
     if not refused:
         check_experts(settings, has_experts=True, is_multimodal=False)
@@ -70,6 +84,13 @@ def test_experts_that_vllm_cannot_serve(targets: Any, fields: dict[str, Any], re
     with pytest.raises(SettingsError, match="RL_USE_VLLM=0"):
         check_experts(settings, has_experts=True, is_multimodal=False)
     check_experts(settings, has_experts=False, is_multimodal=False)
+
+
+def test_experts_in_4_bits_take_no_adapter() -> None:
+    settings: Any = SimpleNamespace(mode="sft", quant="4bit-qlora", lora_targets=("q_proj", "down_proj"))
+    with pytest.raises(SettingsError, match=r"^LORA_TARGETS=q_proj,down_proj: .* leave out down_proj,"):
+        check_experts(settings, has_experts=True, is_multimodal=False)
+    check_experts(settings, has_experts=True, is_multimodal=True)  # whose experts nobody means by it
 
 
 def test_weights_that_cannot_be_had_are_told_by_the_variable_that_names_them(tmp_path: Path) -> None:
@@ -116,6 +137,7 @@ VISUAL = "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight"
         (f"{LAYER}.mlp.experts.3.up_proj.lora_A.weight", {}, "set RL_USE_VLLM=0"),
         (f"{LAYER}.mlp.experts.lora_A.weight", {"rl_use_vllm": False}, ""),
         (f"{LAYER}.mlp.experts.lora_A.weight", {"mode": "sft"}, ""),
+        (f"{LAYER}.mlp.experts.lora_A.weight", {"mode": "sft", "four_bit": True}, "set AUTOSLM_QUANT=bf16"),
         (f"{LAYER}.mlp.up_proj.lora_A.weight", {"has_experts": False}, ""),
         (f"{LAYER}.mlp.shared_expert.up_proj.lora_A.weight", {"model_type": "qwen3_5_moe"}, ""),
         (VISUAL, {}, ""),
@@ -125,9 +147,10 @@ VISUAL = "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight"
 def test_an_adapter_to_go_on_from_that_is_on_the_wrong_modules(
     name: str, fields: dict[str, Any], message: str
 ) -> None:
-    plain = {"mode": "rl", "rl_use_vllm": True, "has_experts": True, "model_type": "qwen3_moe"}
-    settings: Any = SimpleNamespace(**{**plain, "init_from_adapter": FROM, **fields})
-    plan = replace(PLAN, has_experts=settings.has_experts, model_type=settings.model_type)
+    about = {"has_experts": True, "model_type": "qwen3_moe", "four_bit": False}
+    plan = replace(PLAN, **{name: fields.get(name, value) for name, value in about.items()})
+    plain = {"mode": "rl", "rl_use_vllm": True, "init_from_adapter": FROM}
+    settings: Any = SimpleNamespace(**{**plain, **fields})
     warm_start.check_modules(settings, plan, [PLAIN])
     if not message:
         warm_start.check_modules(settings, plan, [PLAIN, name])
@@ -185,20 +208,98 @@ def test_targets_that_the_model_does_not_have(targets: str, adapted: list[str], 
         trainers.check_targets(settings, model)
 
 
+# --- what a config says ---
+
+
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("facts", "found"),
     [
-        ({"four_bit": True, "has_experts": True}, True),
-        ({"four_bit": True, "has_experts": True, "is_quantised": True}, False),
-        ({"four_bit": True}, False),
-        ({"has_experts": True}, False),
+        ({"num_experts": 128}, 128),
+        ({"num_local_experts": 8}, 8),
+        ({"n_routed_experts": 256, "n_shared_experts": 1}, 256),
+        ({"moe_num_experts": [64, 32]}, 64),
+        ({"ffn_config": {"moe_num_experts": 16}}, 16),
+        ({"num_experts": 0}, 0),
+        ({"n_routed_experts": None, "num_experts_per_tok": 8}, 0),
+        ({"n_shared_experts": 1}, 0),
+        ({"hidden_size": 64}, 0),
     ],
 )
-def test_experts_that_4_bits_do_not_make_smaller_are_warned_about(
-    caplog: pytest.LogCaptureFixture, fields: dict[str, bool], told: bool
+def test_a_mixture_of_experts_by_any_name(facts: dict[str, Any], found: int) -> None:
+    assert experts.count(facts) == found
+
+
+def test_the_library_has_no_other_name_for_a_number_of_experts() -> None:
+    package = find_spec("transformers")
+    assert package is not None and package.origin
+    found: set[str] = set()
+    for path in Path(package.origin).parent.glob("models/*/configuration_*.py"):
+        found |= {*re.findall(r"^    (\w*experts\w*) *:", path.read_text(encoding="utf-8"), re.MULTILINE)}
+    others = {"num_experts_per_tok", "top_k_experts", "shared_experts_intermediate_size"}
+    others |= {"n_shared_experts", "num_shared_experts", "moe_num_shared_experts"}
+    assert found - others == {*experts.COUNTS}
+
+
+DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4}
+DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
+LAYERS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+STATE = 4 * (8 * 16 * 32 + 4 * (2 * 2 * 16 + 8 * 32))  # the heads' matrices, the convolution's inputs
+
+
+@pytest.mark.parametrize(
+    ("facts", "per_token", "per_sequence"),
+    [
+        ({}, 4 * 2 * 8 * 8 * 2, 0),
+        ({"num_key_value_heads": 2, "head_dim": 32}, 4 * 2 * 2 * 32 * 2, 0),
+        ({"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}, 4 * 2 * 8 * 32 * 2, 0),
+        (
+            {"head_dim": 32, "layer_types": LAYERS},
+            4 * 2 * 8 * 32 * 2,
+            0,
+        ),  # of a kind whose state is not known
+        ({"head_dim": 32, "layer_types": LAYERS, **DELTA}, 1 * 2 * 8 * 32 * 2, 4 * STATE),
+    ],
+)
+def test_what_the_engine_keeps_of_a_sequence(
+    facts: dict[str, Any], per_token: int, per_sequence: int
 ) -> None:
-    warn_large_experts(replace(PLAN, **fields))
-    assert ("the experts of b stay in float32" in caplog.text) is told
+    text = SimpleNamespace(num_hidden_layers=4, num_attention_heads=8, hidden_size=64, to_dict=lambda: facts)
+    assert engine_bytes(text, 2) == (per_token, per_sequence)
+
+
+# --- the card ---
+
+GB = 10**9
+CLASS = 0.9 * 2**30 / GB  # of what the catalog calls a gigabyte
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "weights_gb", "gb"),
+    [
+        ("Qwen/Qwen3.5-9B", {}, 19, 32 * CLASS),
+        ("Qwen/Qwen3.5-9B", {"mode": "rl"}, 19, 80 * CLASS),
+        ("Qwen/Qwen3.5-9B@main", {"mode": "rl", "rl_use_vllm": False}, 19, 20),
+        ("Qwen/Qwen3.5-9B", {"quant": "4bit-qlora"}, 7, 8),
+        ("Qwen/Qwen3.6-35B-A3B", {"quant": "4bit-qlora"}, 21, 32 * CLASS),
+        ("Qwen/Qwen3.6-35B-A3B", {}, 70, 71),
+        ("Qwen/Qwen3.6-35B-A3B", {"quant": "4bit-qlora", "quant_repo": "a/b"}, 40, 41),
+        ("acme/b", {}, 4, 5),
+        ("acme/b", {"mode": "rl"}, 4, 9),
+        ("acme/b", {}, 0, 0),
+    ],
+)
+def test_the_card_that_the_tier_in_use_needs(
+    model: str, fields: dict[str, Any], weights_gb: int, gb: float
+) -> None:
+    plain = {"model": model, "mode": "sft", "quant": "bf16", "quant_repo": "", "rl_use_vllm": True}
+    settings: Any = SimpleNamespace(**{**plain, **fields})
+    settings.job = SimpleNamespace(algorithm="grpo" if settings.mode == "rl" else "sft")
+    is_four_bit = settings.quant == "4bit-qlora"
+    need = card_need(settings, replace(PLAN, four_bit=is_four_bit, weights_bytes=weights_gb * GB))
+    assert need.card_bytes == pytest.approx(gb * GB)
+    serves = settings.mode == "rl" and settings.rl_use_vllm
+    assert ("RL_USE_VLLM=0" in need.knobs, "again for vLLM" in need.job) == (serves, serves)
+    assert ("AUTOSLM_QUANT=4bit-qlora" in need.knobs) is not is_four_bit
 
 
 # --- 4 bits ---
@@ -206,25 +307,32 @@ def test_experts_that_4_bits_do_not_make_smaller_are_warned_about(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama, a Qwen3, and the Qwen3 with its weights quantised already."""
+    """A Llama, a Qwen3, mixtures of experts, and two of them with their weights quantised already."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
     folder = tmp_path_factory.mktemp("models")
-    for kind in ("llama", "qwen3"):
+    for kind in ("llama", "qwen3", "qwen3_moe", "qwen3_5_moe"):
         architectures.build(kind, folder / kind)
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", quantization_config=how)
-    model.save_pretrained(folder / "qwen3-4bit")
-    AutoTokenizer.from_pretrained(folder / "qwen3").save_pretrained(folder / "qwen3-4bit")
+    for kind in ("qwen3", "qwen3_moe"):
+        model = AutoModelForCausalLM.from_pretrained(folder / kind, quantization_config=how)
+        model.save_pretrained(folder / f"{kind}-4bit")
+        AutoTokenizer.from_pretrained(folder / kind).save_pretrained(folder / f"{kind}-4bit")
     return folder
 
 
-def warm(settings: Any, plan: Any) -> Any:
-    return warm_start.load(settings, plan, warm_start.fetch(settings, plan))
+def stacks(model: Any) -> dict[str, Any]:
+    """The stacked experts by their names in a checkpoint, as they are stored."""
+    named = {name.replace(".base_layer", ""): one for name, one in model.named_parameters()}
+    return {
+        name.replace("parametrizations.", "").removesuffix(".original"): one
+        for name, one in named.items()
+        if ".experts." in name and "lora_" not in name
+    }
 
 
 def is_four_bit(model: Any) -> bool:
-    """Whether every linear layer but the output is in 4 bits."""
+    """Whether every linear layer but the output, and every stack of experts, is in 4 bits."""
     import bitsandbytes as bnb
     import torch
 
@@ -233,11 +341,12 @@ def is_four_bit(model: Any) -> bool:
         for name, one in model.get_base_model().named_modules()
         if isinstance(one, torch.nn.Linear) and "lora_" not in name and not name.endswith("lm_head")
     }
-    return bool(base) and all(isinstance(one, bnb.nn.Linear4bit) for one in base.values())
+    packed = {one.dtype for one in stacks(model.get_base_model()).values()} <= {torch.uint8}
+    return packed and bool(base) and all(isinstance(one, bnb.nn.Linear4bit) for one in base.values())
 
 
 @slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "qwen3_5_moe"])
 def test_both_modes_on_4_bit_weights(models: Path, tmp_path: Path, kind: str) -> None:
     import torch
 
@@ -252,17 +361,95 @@ def test_both_modes_on_4_bit_weights(models: Path, tmp_path: Path, kind: str) ->
     sft_trials.check_reload(sft, tmp_path / "store" / FROM / "adapter")
     train = {**GROUPS, "init_from_adapter": FROM}
     env = grpo_trials.variables(tmp_path, models / kind, train=train, RL_USE_VLLM=0, **FOUR_BIT)
-    rl = grpo_trials.build(env, policy=warm)
+    rl = grpo_trials.build(env, policy=sft_trials.warm)
     assert is_four_bit(rl.trainer.model)
     assert torch.equal(sft_trials.logits(rl.trainer.model), sft_trials.logits(sft.trainer.model))
     rl.trainer.train()
     assert rl.tally.has_gradient and rl.logged("kl")[0] == pytest.approx(0, abs=1e-5)
     sft_trials.check_base(rl)
     sft_trials.check_reload(rl, tmp_path / "rl-adapter")
+    state = next(one.quant_state for one in rl.base_weights().values() if hasattr(one, "quant_state"))
+    state.absmax[0] += 1  # the scales are compared, too
+    with pytest.raises(AssertionError):
+        sft_trials.check_base(rl)
+
+
+def load(folder: Path, model: Path, **more: str) -> tuple[Any, Any]:
+    """The plan of a run with this model, and what it loads."""
+    env = harness.variables(folder, model, "toy-words", **{**FOUR_BIT, **more})
+    settings = rules.resolve(env, identify(env)[0])
+    plan = plan_weights(settings, files=repository.files(settings, repository.locate(settings)))
+    return plan, plan.load(settings)
 
 
 @slow
-def test_a_pre_quantised_repository_is_what_both_modes_load(models: Path, tmp_path: Path) -> None:
+def test_experts_take_4_bits_and_one_stack_more_while_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gc
+
+    import torch
+    from bitsandbytes import functional
+
+    model = architectures.build("qwen3_moe", tmp_path / "model", num_hidden_layers=6)
+    plain = stacks(load(tmp_path, model, AUTOSLM_QUANT="bf16")[1])
+    assert len(plain) == 12 and all(one.ndim == 3 for one in plain.values())
+    quantise, at_once = functional.quantize_4bit, []
+    shapes, before = {one.shape for one in plain.values()}, {one.data_ptr() for one in plain.values()}
+
+    def watched(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.shape in shapes]
+        at_once.append(len({one.data_ptr() for one in whole if one.device.type == "cpu"} - before))
+        return quantise(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "quantize_4bit", watched)
+    plan, loaded = load(tmp_path, model)
+    packed = stacks(loaded)
+    assert max(at_once) == 1 and len(at_once) >= len(plain)
+    assert packed.keys() == plain.keys()
+    assert all(one.numel() * 2 == plain[name].numel() for name, one in packed.items())
+    for name, one in plain.items():
+        path, _, stack = name.rpartition(".")
+        seen = getattr(loaded.get_submodule(path), stack)
+        assert seen.equal(
+            functional.dequantize_4bit(*quantise(one, compress_statistics=True, quant_type="nf4"))
+        )
+    whole = sum(one.numel() * one.element_size() for one in loaded.state_dict().values())
+    assert plan.weights_bytes == pytest.approx(whole, rel=0.2)
+
+
+@slow
+def test_experts_that_a_4_bit_repository_has_in_16_bits(models: Path, tmp_path: Path) -> None:
+    import torch
+
+    (plan, before), (_, on_loading) = (
+        load(tmp_path, models / name) for name in ("qwen3_moe-4bit", "qwen3_moe")
+    )
+    assert plan.is_quantised and {one.dtype for one in stacks(before).values()} == {torch.uint8}
+    mine, theirs = before.state_dict(), on_loading.state_dict()
+    assert mine.keys() == theirs.keys() and all(one.equal(theirs[name]) for name, one in mine.items())
+
+
+def check_pins(hub: HubServer, env: dict[str, str], path: Path) -> None:
+    """Going on from a checkpoint loads its commits of weights and tokenizer; without them it is refused."""
+    manifest = Manifest.from_json(path.read_bytes())
+    pins = (hub.commits("acme/tiny-4bit")[-1].id, hub.commits("acme/tiny")[-1].id)
+    for name in ("acme/tiny", "acme/tiny-4bit"):
+        hub.push(name, {"more.json": b"{}"})
+    settings = rules.resolve(env, identify(env)[0])
+    job, settings = inputs.load(settings, str, [manifest], download=False)
+    assert (job.plan.commit, job.plan.base_commit) == pins
+    inputs.for_rl(settings, job, Tally(), lambda: None)
+    older = {name: value for name, value in manifest.job.items() if name != "tokenizer_commit"}
+    job.found = [replace(manifest, job=older)]
+    with pytest.raises(AnotherJob, match="tokenizer_commit was None, now it is"):
+        inputs.determine(settings, job)
+
+
+@slow
+def test_a_pre_quantised_repository_is_what_both_modes_load(
+    models: Path, tmp_path: Path, client_at_home: None
+) -> None:
     more = {"SFT_EPOCHS": 30, "SFT_PER_DEVICE_BS": 24}
     with HubServer() as hub:
         for name, folder in (("acme/tiny", "qwen3"), ("acme/tiny-4bit", "qwen3-4bit")):
@@ -278,6 +465,7 @@ def test_a_pre_quantised_repository_is_what_both_modes_load(models: Path, tmp_pa
             assert ended.code == 0, ended.err
             (prefetched,) = [one for one in ended.beats if one["stage"] == "model_prefetched"]
             assert prefetched["model"] == "acme/tiny-4bit"
+        check_pins(hub, env, next((tmp_path / "store/rl/r1/seed0/checkpoint").glob("*/manifest.json")))
     size = (models / "qwen3-4bit" / "model.safetensors").stat().st_size
     cached = [path.stat().st_size for path in (tmp_path / "home").rglob("blobs/*")]
     assert [one for one in cached if one >= size] == [size]

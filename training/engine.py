@@ -35,17 +35,16 @@ class EngineProblem(RuntimeError):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the engine is built and fed; lengths are tokens, sizes bytes."""
+    """How the engine is built, from two folders, and fed; lengths are tokens, sizes bytes."""
 
     weights: str
-    revision: str | None
     tokenizer: str
-    tokenizer_revision: str | None
     dtype: str
     sync: str
     lora_rank: int
     max_length: int
     kv_bytes_per_token: int
+    state_bytes: int
     memory_share: float | None
     eager: bool
     sleep: bool
@@ -126,6 +125,7 @@ class PolicyEngine:
             sequences=self.max_num_seqs,  # type: ignore[attr-defined]
             length=self.options.max_length,
             kv_bytes_per_token=self.options.kv_bytes_per_token,
+            state_bytes=self.options.state_bytes,
             weights_bytes=weights,
             free_bytes=free,
             card_bytes=card,
@@ -260,9 +260,7 @@ def engine_arguments(
     """Keyword arguments of `vllm.LLM`."""
     arguments = {
         "model": options.weights,
-        "revision": options.revision,
         "tokenizer": options.tokenizer,
-        "tokenizer_revision": options.tokenizer_revision,
         "dtype": options.dtype,
         "max_model_len": options.max_length,
         "max_num_seqs": sequences,

@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 
+from recipe import CardNeed
+
 log = logging.getLogger(__name__)
 
-MEMORY_TOLERANCE = 0.9
 TRIES, PAUSE_S, DEAD_DRIVER_TRIES = 12, 10.0, 3
 DEAD_DRIVER_WORDS = (
     "driver/library version mismatch",
@@ -27,15 +28,17 @@ class GpuNotReady(RuntimeError):
     """No usable GPU on this machine: another machine may have one."""
 
 
-def wait_for_gpu(device: str, sleep: Callable[[float], None] = time.sleep, *, min_vram_gb: int = 0) -> None:
-    """Return once a real kernel has run on a card of that class; raises GpuNotReady. Not for a CPU."""
+def wait_for_gpu(
+    device: str, sleep: Callable[[float], None] = time.sleep, *, need: CardNeed | None = None
+) -> None:
+    """Return once a real kernel has run on a card that is large enough; raises GpuNotReady. Not for a CPU."""
     if device == "cpu":
         return
     reason = ""
     for attempt in range(1, TRIES + 1):
         reason = _why_not()
-        if not reason and min_vram_gb:
-            check_memory(min_vram_gb)
+        if not reason and need is not None:
+            check_memory(need)
         if not reason:
             return
         log.warning("GPU not ready, try %d of %d: %s", attempt, TRIES, reason)
@@ -48,15 +51,14 @@ def wait_for_gpu(device: str, sleep: Callable[[float], None] = time.sleep, *, mi
     raise GpuNotReady(f"GPU never became ready: {reason} (AUTOSLM_DEVICE=cuda; use cpu to run without one)")
 
 
-def check_memory(min_vram_gb: int) -> None:
-    """Refuse a card below the job's class; cards report a little less than their name says."""
+def check_memory(need: CardNeed) -> None:
+    """Refuse a card on which the job cannot work."""
     import torch
 
-    found_gb = torch.cuda.get_device_properties(0).total_memory / 2**30
-    if found_gb < MEMORY_TOLERANCE * min_vram_gb:
-        raise GpuNotReady(
-            f"GPU never became ready: it has {found_gb:.0f} GB of memory, the model needs {min_vram_gb} GB"
-        )
+    card = torch.cuda.get_device_properties(0)
+    reason = need.refusal(card.name, card.total_memory)
+    if reason is not None:
+        raise GpuNotReady(f"GPU never became ready: {reason}")
 
 
 def check_driver() -> None:

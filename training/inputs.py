@@ -10,13 +10,13 @@ import recipe
 from accounting import RunMetrics, Tally, stack_versions, strict_json
 from delivery.checkpoints import Manifest
 from delivery.hub_client import set_hub_timeouts
-from job import dataset, rules
+from job import dataset, repository, rules
 from job.chat import Chat, Row, load_tokenizer
 from job.environment import Environment, fingerprint
 from job.prefetch import Prefetch, check_room
 from job.scoring import Scorer
 from job.settings import Settings, SettingsError
-from job.weights import WeightsPlan, locate, plan_weights, warn_large_experts, warn_slow_kernels
+from job.weights import WeightsPlan, plan_weights, warn_slow_kernels
 from training import conversations, evaluation, trainers
 
 
@@ -60,20 +60,21 @@ def load(
 ) -> tuple[Job, Settings]:
     """Load the environment and look the model up; returns the settings fitted to the model's context.
 
-    `found` are the checkpoints of earlier attempts, newest first: their model's commit is this one's too.
+    `found` are the checkpoints of earlier attempts, newest first: their model's commits are this one's too.
     With `download` the weights are on their way from here on; what is refused later has not waited for them.
     """
     spec = settings.job
     set_hub_timeouts()
-    origin = locate(settings, found[0].model_commit if found else None)
-    check_room(origin, settings)
+    pins = (found[0].model_commit, found[0].job.get("tokenizer_commit")) if found else ()
+    origin = repository.locate(settings, *pins)
+    files = repository.files(settings, origin)
+    check_room(origin, files)
     prefetch = Prefetch(origin, settings)
     if download:
         prefetch.start()
     env = Environment.load(spec.environment.id, spec.environment.params)
-    plan = plan_weights(settings, origin)
+    plan = plan_weights(settings, origin, files)
     warn_slow_kernels(plan, settings)
-    warn_large_experts(plan)
     metrics = RunMetrics(arm=settings.arm, phase=settings.phase, seed=settings.seed, model_id=settings.model)
     job = Job(env, plan, metrics, found, redact, prefetch)
     job.note(
@@ -104,7 +105,7 @@ def for_sft(settings: Settings, job: Job, check: Callable[[], None]) -> tuple[Ch
 
 def open_chat(settings: Settings, plan: WeightsPlan) -> Chat:
     """The base model's tokenizer and template; SettingsError when the weights have no room for its tokens."""
-    tokenizer = load_tokenizer(plan.base, plan.base_commit)
+    tokenizer = load_tokenizer(repository.description(settings, plan.base, plan.base_commit), plan.base)
     if tokenizer.eos_token is None:
         raise SettingsError(
             f"JobSpec model={plan.base!r}: its tokenizer names no end-of-sequence token, so no answer would"
@@ -160,6 +161,8 @@ def determine(settings: Settings, job: Job) -> None:
         "environment.params": settings.job.environment.params,
         "dataset": job.metrics.notes["dataset_fingerprint"],
     }
+    if job.plan.source != job.plan.base:  # of which only the weights' commit is in every manifest
+        determinants["tokenizer_commit"] = job.plan.base_commit
     job.determinants = json.loads(job.redact(strict_json(determinants)))  # as they are in the manifests
     for manifest in job.found:
         manifest.check(job.determinants)

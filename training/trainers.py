@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import recipe
+from job import repository
 from job.chat import Chat, Row
 from job.dataset import Prompts
 from job.environment import Environment
@@ -144,12 +145,17 @@ def common_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch)
         "seed": settings.seed,
         "bf16": plan.dtype == "bfloat16",
         "use_cpu": not on_gpu,
-        "gradient_checkpointing": on_gpu,
-        "gradient_checkpointing_kwargs": {"use_reentrant": plan.reentrant} if on_gpu else None,
+        **checkpointing(plan, on_gpu),
         "report_to": [],
         "logging_nan_inf_filter": False,  # it would log the mean of earlier losses instead of the NaN
         "disable_tqdm": True,  # `delivery.terminal` draws the one bar of a run
     }
+
+
+def checkpointing(plan: WeightsPlan, is_on: bool) -> dict[str, Any]:
+    """Whether and how activations are computed again in the backward pass."""
+    how = {"use_reentrant": plan.reentrant} if is_on else None
+    return {"gradient_checkpointing": is_on, "gradient_checkpointing_kwargs": how}
 
 
 def grpo_trainer(
@@ -227,15 +233,14 @@ def sleeps(settings: Settings) -> bool:
 def engine_options(settings: Settings, plan: WeightsPlan, chat: Chat) -> engine.EngineOptions:
     """How the colocated engine is built."""
     return engine.EngineOptions(
-        weights=plan.source,
-        revision=plan.commit,
-        tokenizer=plan.base,
-        tokenizer_revision=plan.base_commit,
+        weights=plan.folder(settings),
+        tokenizer=repository.description(settings, plan.base, plan.base_commit),
         dtype=plan.dtype,
         sync=settings.rl_adapter_sync,
         lora_rank=settings.lora_rank,
         max_length=settings.rl_vllm_max_len,
         kv_bytes_per_token=plan.kv_bytes_per_token,
+        state_bytes=plan.state_bytes,
         memory_share=settings.rl_vllm_gpu_util,
         eager=settings.rl_vllm_eager,
         sleep=sleeps(settings),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import recipe
 from delivery.hub_client import ask_again
 from delivery.store import Store, open_store
 from job.settings import Settings, SettingsError
@@ -98,6 +99,11 @@ def check_config(settings: Settings, plan: WeightsPlan, config: Mapping[str, Any
             settings.lora_alpha,
             config.get("lora_alpha"),
         )
+    if config.get("lora_dropout"):
+        log.warning(
+            "the adapter of train.init_from_adapter was trained with a dropout of %s; this run has none",
+            config["lora_dropout"],
+        )
 
 
 def check_modules(settings: Settings, plan: WeightsPlan, names: Iterable[str]) -> None:
@@ -106,8 +112,15 @@ def check_modules(settings: Settings, plan: WeightsPlan, names: Iterable[str]) -
     if excluded:
         raise _problem(settings, f"the model is trained as text, and it has {min(excluded)}")
     experts = [name for name in names if not EXPERT_MODULES.isdisjoint(name.split("."))]
-    is_served = settings.mode == "rl" and settings.rl_use_vllm
-    if experts and is_served and plan.has_experts and not plan.is_multimodal:
+    if not experts or not plan.has_experts or plan.is_multimodal:
+        return
+    if plan.four_bit:
+        raise _problem(
+            settings,
+            f"experts in 4 bits cannot be given an adapter, and it has {min(experts)};"
+            " set AUTOSLM_QUANT=bf16",
+        )
+    if settings.mode == "rl" and settings.rl_use_vllm:
         raise _problem(
             settings,
             f"vLLM cannot serve an adapter on experts or router, and it has {min(experts)};"
@@ -117,12 +130,14 @@ def check_modules(settings: Settings, plan: WeightsPlan, names: Iterable[str]) -
 
 def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
     """Return the base model with the adapter as its one trainable part, proven to be really there."""
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 
     _, saved = _read(settings, folder)
+    config = LoraConfig.from_pretrained(str(folder))
+    config.lora_dropout = recipe.LORA.dropout
     base = plan.load(settings)
     try:
-        model = PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+        model = PeftModel.from_pretrained(base, str(folder), is_trainable=True, config=config)
     except (RuntimeError, ValueError) as error:
         raise _problem(
             settings, f"it does not fit {plan.base}: {' '.join(str(error).split())[:300]}"
