@@ -306,8 +306,8 @@ class Publisher:
                 one.outcome.set_exception(error)
 
     def _put(self, parcel: Parcel) -> None:
+        text = self._payload(*parcel.then) if parcel.then else ""  # before `make`, which may take its time
         commit = parcel.make()
-        text = self._payload(*parcel.then) if parcel.then else ""
         if text:
             commit = replace(commit, files={**commit.files, HEARTBEAT: text.encode()})
         self._persistence.put(commit, self._patience(parcel))

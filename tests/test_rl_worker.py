@@ -44,7 +44,7 @@ STORY += [
     "rl_eval",
     *["rl_step"] * 3,
 ]  # at 4, at 8, at the end
-STORY += ["checkpoint_uploaded", "rl_eval", "rl_trained", "rl_train_done", "done"]
+STORY += ["rl_eval", "rl_trained", "rl_train_done", "done"]  # the one checkpoint lands when it lands
 NOTES = {
     *("renderer", "thinking", "train_wall", "model_id", "environment", "job_spec", "resumed"),
     *("download_seconds", "hf_transfer"),
@@ -159,7 +159,9 @@ def test_every_file_is_stored_in_order(good: HubRun) -> None:
 
 def test_stages_come_in_order_with_their_fields(good: HubRun) -> None:
     beats = [beat for beat in good.ended.beats if not beat.get("liveness")]
-    assert [beat["stage"] for beat in beats] == STORY
+    stages = [beat["stage"] for beat in beats]
+    assert stages.count("checkpoint_uploaded") == 1
+    assert [one for one in stages if one != "checkpoint_uploaded"] == STORY
     for beat in beats:
         assert beat.keys() == EVERY_BEAT | EXTRAS[beat["stage"]]
         assert (beat["run_id"], beat["mode"], beat["seed"]) == ("r1", "rl", 0)
@@ -172,7 +174,8 @@ def test_stages_come_in_order_with_their_fields(good: HubRun) -> None:
         if f"{PREFIX}/heartbeat.json" in commit.added
     ]
     milestones = [beat["stage"] for beat in committed if not beat.get("liveness")]
-    assert [one for one in milestones if one != "rl_step"] == [one for one in STORY if one != "rl_step"]
+    quiet = {"rl_step", "checkpoint_uploaded"}
+    assert [one for one in milestones if one not in quiet] == [one for one in STORY if one not in quiet]
 
 
 def test_a_beat_for_every_step(good: HubRun) -> None:
