@@ -39,6 +39,8 @@ class Reporter:
 
     def later(self, state: Any, *, finished: bool = False) -> Callable[[], Files]:
         """Take what there is now; the result draws it, on whatever thread, and never fails."""
+        if self.run.preemption.reason:  # the seconds that are left are the checkpoint's
+            return dict
         return partial(draw, self.snapshot(state, finished), self.run.redact)
 
     def snapshot(self, state: Any, finished: bool) -> Snapshot:
