@@ -44,7 +44,7 @@ EXTRAS = {
     "sft_train_done": {"train_wall", "train_tokens", "generated_tokens", "step"},
     "done": {"step"},
 }
-# Twenty-one steps of eight rows: the trainer logs twice, each time after an evaluation. The one checkpoint lands
+# Twenty-one steps of eight rows: the trainer logs twice, each time after an evaluation. The checkpoint lands
 # when it lands.
 STORY = ["boot", "sft_start", "model_prefetched", "sft_model_load"]
 STORY += ["sft_eval", "sft_step", "sft_eval", "sft_step", "sft_eval"]
