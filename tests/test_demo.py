@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,24 @@ def test_the_demo_learns_sums_and_shows_it(tmp_path: Path) -> None:
     check(result)
     assert Path(result["artifacts"], "DONE").is_file() and Path(result["rl_artifacts"], "DONE").is_file()
     assert result["artifacts"] in out and "held-out question" in out and "mean reward" in out
+    for mode in ("artifacts", "rl_artifacts"):
+        check_report(Path(result[mode]), out)
+
+
+def check_report(folder: Path, out: str) -> None:
+    """The page is where the demo says, with curves, samples, and the figures of the log."""
+    assert str(folder / "report.md") in out
+    page = (folder / "report.md").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if "eval_reward" in line]
+    assert evaluated and all(
+        f"| {line['step']} | held-out | {line['eval_n']} |" in page for line in evaluated
+    )
+    shown = re.search(r"newest ([0-9.]+)\)", page)
+    newest = [line.get("reward", line.get("loss")) for line in lines if "eval_reward" not in line][-1]
+    assert shown and float(shown[1]) == pytest.approx(newest, rel=1e-3, abs=1e-3)
+    assert "![Curves](report/curves.png)" in page and (folder / "report" / "curves.png").stat().st_size > 5000
+    assert page.count("What is ") >= 10
 
 
 @pytest.mark.proof
