@@ -74,7 +74,7 @@ def panels(lines: Sequence[Mapping[str, Any]], mode: str) -> list[Panel]:
         of("Gradient norm", "grad_norm", from_zero=True),
         *([of("Learning rate", "learning_rate", smooth=False, from_zero=True)] if mode == "sft" else []),
         of("Tokens per second", "tokens_per_second", from_zero=True),
-        of("GPU memory, GB", "memory_gb", smooth=False, from_zero=True),
+        of("Memory, GB", "memory_gb", smooth=False, from_zero=True),
     ]
     return [one for one in wanted if one.curves]
 

@@ -34,7 +34,7 @@ class Sample:
 def select(samples: Sequence[Sample], count: int = SHOWN) -> list[tuple[str, Sample]]:
     """Up to `count` labelled samples: best, median and worst by reward, and some that have none.
 
-    Of equal ones those of different prompts come first.
+    Of equal ones those of different prompts come first; when all are equal there is no best one.
     """
     turn: Counter[str] = Counter()
     repeats = {}  # how many samples of the same prompt came before, by position
@@ -59,8 +59,13 @@ def select(samples: Sequence[Sample], count: int = SHOWN) -> list[tuple[str, Sam
         order = sorted(left, key=lambda index: (distance[index], repeats[index], index))
         chosen[label] = order[: shares[label]]
         left -= {*chosen[label]}
+    differ = len({*rewards.values()}) > 1
     return [
-        *((label, samples[index]) for label in ("best", "median", "worst") for index in chosen[label]),
+        *(
+            (label if differ else "sample", samples[index])
+            for label in ("best", "median", "worst")
+            for index in chosen[label]
+        ),
         *(("no reward", samples[index]) for index in shown_unscored),
     ]
 

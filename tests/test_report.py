@@ -256,14 +256,14 @@ def test_of_equal_samples_those_of_other_prompts_come_first():
     ("rewards", "labels"),
     [
         ([], []),
-        ([1.0], ["best"]),
+        ([1.0], ["sample"]),
         ([0.0, 1.0], ["best", "worst"]),
         ([0.0, 1.0, 0.4], ["best", "median", "worst"]),
-        ([None, 1.0], ["best", "no reward"]),
+        ([None, 1.0], ["sample", "no reward"]),
         ([math.nan, 0.0, 1.0], ["best", "worst", "no reward"]),
         ([None] * 12, ["no reward"] * 10),
-        ([None] * 12 + [1.0] * 4, ["best"] * 2 + ["median", "worst"] + ["no reward"] * 6),
-        ([1.0] * 12, ["best"] * 4 + ["median"] * 3 + ["worst"] * 3),
+        ([None] * 12 + [1.0] * 4, ["sample"] * 4 + ["no reward"] * 6),
+        ([1.0] * 12, ["sample"] * 10),
     ],
 )
 def test_few_samples_are_all_shown_once(rewards, labels):
@@ -393,7 +393,7 @@ def test_nasty_samples_leave_the_page_whole():
 
 def test_a_lone_surrogate_does_not_stop_a_report():
     found = report.files(snapshots.snapshot("rl", samples=[sample("\ud800", 1.0)]), unchanged)
-    assert b"### 1. Best" in found["report.md"]
+    assert b"### 1. Sample" in found["report.md"]
 
 
 def test_no_secret_leaves_in_a_report():
@@ -441,13 +441,13 @@ def test_a_panel_only_where_there_is_data():
 def test_what_is_drawn_of_each_kind_of_run():
     assert [*titles([*snapshots.sft().lines], "sft")] == [
         *("Loss", "Token accuracy", "Entropy, nats per token", "Gradient norm", "Learning rate"),
-        *("Tokens per second", "GPU memory, GB"),
+        *("Tokens per second", "Memory, GB"),
     ]
     found = titles([*snapshots.rl(turns=True).lines])
     assert [*found] == [
         *("Mean reward", "Evaluation", "Named rewards", "KL to the reference", "Completion length, tokens"),
         *("Truncated share", "Share of groups without a signal", "Turns and tool calls per conversation"),
-        *("Entropy, nats per token", "Gradient norm", "Tokens per second", "GPU memory, GB"),
+        *("Entropy, nats per token", "Gradient norm", "Tokens per second", "Memory, GB"),
     ]
     assert found["Evaluation"] == ["mean reward", "pass rate"]
     assert found["Named rewards"] == ["_format", "correct", "length_$\\penalty$"]
