@@ -144,11 +144,7 @@ def test_artifacts_are_committed_in_order_each_whole(hub_run: HubRun) -> None:
     assert order == sorted(set(order))
     adapter = {path.removeprefix(f"{PREFIX}/adapter/") for path in commits[order[0]]}
     assert adapter >= ADAPTER_FILES
-    assert [len(commits[index]) for index in order[1:]] == [
-        5,
-        1,
-        2,
-    ]  # files of the report and beats among them
+    assert [len(commits[index]) for index in order[1:]] == [4, 1, 2]  # report and picture, and beats
 
 
 def test_stages_come_in_order_with_their_fields(hub_run: HubRun) -> None:
