@@ -68,7 +68,7 @@ class Reporter:
                 "rollout_errors": dict(tally.problems),
             },
             phases=self._phases(),
-            gpu_type=settings.job.gpu.type,
+            gpu_type=settings.job.gpu.type if settings.device == "cuda" else "CPU",
             seconds=time.monotonic() - self.run.began,
         )
 
