@@ -21,12 +21,13 @@ from typing import Any
 from delivery.hub_client import StoreError, Unavailable, ask_again, export_token
 from delivery.patience import Superseded
 from delivery.redaction import redactor
-from delivery.store import Store, folder_files
+from delivery.store import Store
 from delivery.terminal import say, set_up_logging
-from job import chat, cli, prefetch, repository, rules, weights
+from job import cli, prefetch, repository, rules, weights
 from job.knobs import early, secret_values
 from job.settings import Settings, identify
 from training import (
+    delivering,
     engine,
     gpu,
     inputs,
@@ -102,7 +103,7 @@ def run_sft(settings: Settings, run: Run) -> None:
     trainer = trainers.sft_trainer(settings, job.plan, talk, rows, batch, observers.callbacks, policy)
     train(run, job, trainer, observers, checkpoint)
     job.note(epochs=settings.sft_epochs)
-    deliver_adapter(settings, run, job, trainer, talk)
+    delivering.deliver(settings, run, job, trainer, talk)
     finish(settings, run, job, observers.reporter.later(trainer.state, finished=True))
 
 
@@ -121,7 +122,7 @@ def run_rl(settings: Settings, run: Run) -> None:
     history = midrun.reward_history(trainer.state)
     rewards.check(settings, history, run.tally)
     job.note(**rewards.notes(settings, trainer.args, history, run.tally))
-    deliver_adapter(settings, run, job, trainer, talk)
+    delivering.deliver(settings, run, job, trainer, talk)
     finish(settings, run, job, observers.reporter.later(trainer.state, finished=True))
 
 
@@ -193,14 +194,6 @@ def train(run: Run, job: inputs.Job, trainer: Any, observers: Observers, checkpo
     run.publisher.hurry()
     job.note(micro_batch=trainer.micro_batch)
     job.account(run.tally, run.attempt)
-
-
-def deliver_adapter(settings: Settings, run: Run, job: inputs.Job, trainer: Any, talk: chat.Chat) -> None:
-    """Save adapter and tokenizer, and return once they are in the store."""
-    folder = settings.output_dir / "adapter"
-    trainers.save_adapter(trainer, talk.tokenizer, job.plan, folder)
-    facts = {"train_wall": job.metrics.wall_seconds, "step": run.tally.step}
-    run.publisher.upload("adapter/", folder_files(folder, "adapter"), f"{settings.mode}_trained", **facts)
 
 
 def finish(settings: Settings, run: Run, job: inputs.Job, report: Callable[[], Files]) -> None:

@@ -4,7 +4,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from job import repository
@@ -13,17 +14,19 @@ from job.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 
+WEIGHT_FILES = (".safetensors", ".bin")
+
 
 class Prefetch:
     """A download on a thread of its own; a failure only warns: loading decides."""
 
     def __init__(self, origin: Origin, settings: Settings):
-        self.origin, self.settings, self.seconds = origin, settings, 0.0
+        self.wanted, self.settings, self.seconds = downloads(origin, settings), settings, 0.0
         self._thread = threading.Thread(target=self._bring, name="prefetch", daemon=True)
 
     def start(self) -> None:
         """Begin, once; a local folder has nothing to bring."""
-        if not self.origin.is_local:
+        if self.wanted:
             self._thread.start()
 
     def wait(self) -> float:
@@ -33,39 +36,85 @@ class Prefetch:
         return round(self.seconds, 1)
 
     def _bring(self) -> None:
-        origin, began = self.origin, time.monotonic()
-        try:
-            repository.snapshot(
-                self.settings,
-                origin.source,
-                origin.commit,
-                origin.source_knob,
-                ignore_patterns=IGNORED_FILES,
-            )
-        except (ModelUnreachable, SettingsError, OSError) as error:
-            log.warning("prefetch of %s failed, going on: %s", origin.source, error)
+        began = time.monotonic()
+        for one in self.wanted:
+            try:
+                repository.snapshot(
+                    self.settings, one.source, one.commit, one.source_knob, ignore_patterns=IGNORED_FILES
+                )
+            except (ModelUnreachable, SettingsError, OSError) as error:
+                log.warning("prefetch of %s failed, going on: %s", one.source, error)
         self.seconds = time.monotonic() - began
 
 
-def check_room(origin: Origin, files: Iterable[RepoFile]) -> None:
-    """Raise SettingsError when the weights that are not in the cache yet are more than its disk can take."""
-    if origin.is_local:
-        return
+def downloads(origin: Origin, settings: Settings) -> list[Origin]:
+    """What the cache has to hold: the weights, and to merge, the unquantised ones; folders aside."""
+    wanted = [origin]
+    if settings.merge and origin.base != origin.source:
+        wanted.append(unquantised(origin))
+    return [one for one in wanted if not one.is_local]
+
+
+def unquantised(origin: Origin) -> Origin:
+    """Where the weights come from that an adapter is merged into: the model's own."""
+    return Origin(origin.base, origin.base, origin.base_commit, origin.base_commit)
+
+
+def check_room(origin: Origin, settings: Settings, files: Sequence[RepoFile]) -> None:
+    """Raise SettingsError when the disks cannot take what is still to come: weights, merged weights.
+
+    `files` are those of the repository with the weights.
+    """
     from huggingface_hub import constants
 
-    cache = Path(constants.HF_HUB_CACHE)
+    cache, plain = Path(constants.HF_HUB_CACHE), files
     missing = missing_bytes(origin, files, cache)
-    folder = next(one for one in (cache, *cache.parents) if one.is_dir())
-    free = shutil.disk_usage(folder).free
+    if settings.merge and origin.base != origin.source:
+        plain = repository.files(settings, unquantised(origin))
+        missing += missing_bytes(unquantised(origin), plain, cache)
+    free = _free(cache)
     if missing > free:
         raise SettingsError(
             f"HF_HOME: {free / 1e9:.1f} GB are free in {cache}, the weights of {origin.source!r} need"
             f" {missing / 1e9:.1f} GB more; set it to a larger volume, or raise JobSpec gpu.disk_gb"
         )
+    if settings.merge:
+        check_room_to_merge(settings, cache, missing, weight_bytes(plain))
+
+
+def check_room_to_merge(settings: Settings, cache: Path, missing: int, merged: int) -> None:
+    """Raise SettingsError when `merged` bytes do not fit beside the `missing` ones that go to the cache."""
+    needs = [(cache, missing), (settings.work_dir, merged)]
+    if not settings.hf_repo:
+        needs.append((settings.store_dir, merged))
+    by_disk = Counter[int]()
+    for folder, need in needs:
+        by_disk[_existing(folder).stat().st_dev] += need
+        free, total = _free(folder), by_disk[_existing(folder).stat().st_dev]
+        if total > free:
+            raise SettingsError(
+                f"AUTOSLM_MERGE=on: {free / 1e9:.1f} GB are free in {folder}, weights and merged weights need"
+                f" {total / 1e9:.1f} GB; raise JobSpec gpu.disk_gb, or turn it off"
+            )
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    return next(one for one in (folder, *folder.absolute().parents) if one.is_dir())
+
+
+def weight_bytes(files: Iterable[RepoFile]) -> int:
+    """Bytes of the weights among a repository's files, which those of the merged ones never exceed."""
+    return sum(one.size for one in files if one.name.endswith(WEIGHT_FILES) and "/" not in one.name)
 
 
 def missing_bytes(origin: Origin, files: Iterable[RepoFile], cache: Path) -> int:
-    """Bytes of a repository's files that the cache lacks."""
+    """Bytes of a repository's files that the cache lacks; a folder lacks none."""
+    if origin.is_local:
+        return 0
     from huggingface_hub.file_download import repo_folder_name
 
     blobs = cache / repo_folder_name(repo_id=origin.source, repo_type="model") / "blobs"

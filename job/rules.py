@@ -137,7 +137,6 @@ def check_not_yet(settings: Settings) -> None:
     """Refuse what the contract names and this version does not do, rather than ignore it."""
     unsupported = {
         f"WORLD_SIZE={settings.processes}": settings.processes > 1,
-        "AUTOSLM_MERGE=on": settings.merge,
         f"AUTOSLM_REPORT_TO={','.join(settings.report_to)}": bool(settings.report_to),
     }
     for what, asked in unsupported.items():

@@ -241,7 +241,40 @@ def whoami(hub: Hub, call: Call) -> Answer:
 
 
 def validate_yaml(hub: Hub, call: Call) -> Answer:
-    return as_json({"errors": [], "warnings": []})
+    problems = card_problems(call.json()["content"]) if call.json()["repoType"] == "model" else []
+    errors = [{"message": one} for one in problems]
+    return as_json({"errors": errors, "warnings": []}, 400 if errors else 200)
+
+
+REPO_ID = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
+RELATIONS = ("adapter", "finetune", "merge", "quantized")
+
+
+def card_problems(text: str) -> list[str]:
+    """What the Hub's specification of model cards does not allow in a card's metadata."""
+    from yaml import YAMLError, safe_load
+
+    header = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    try:
+        found = safe_load(header[1]) if header else {}
+    except YAMLError as error:
+        return [f"YAML: {error}"]
+    if not isinstance(found, dict):
+        return ["metadata must be a mapping"]
+
+    def texts(name: str) -> list[Any]:
+        value = found.get(name, [])
+        return value if isinstance(value, list) else [value]
+
+    names = ("tags", "license", "license_name", "library_name", "pipeline_tag", "base_model", "datasets")
+    wrong = [name for name in names if not all(isinstance(one, str) and one for one in texts(name))]
+    ids = [one for name in ("base_model", "datasets") for one in texts(name)]
+    wrong += [repr(one) for one in ids if not REPO_ID.fullmatch(str(one)) or ".." in str(one)]
+    wrong += [one for one in texts("base_model_relation") if one not in RELATIONS]
+    wrong += [one for one in texts("license") if not re.fullmatch(r"[a-z0-9.-]+", str(one))]
+    if found.get("license") == "other" and "license_name" not in found:
+        wrong.append("license_name")
+    return [f"{one} is not valid" for one in wrong]
 
 
 def create_repo(hub: Hub, call: Call) -> Answer:

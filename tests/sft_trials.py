@@ -10,7 +10,7 @@ from typing import Any
 from job import chat, dataset, rules, weights
 from job.environment import Environment
 from job.settings import identify
-from training import trainers, warm_start
+from training import merging, trainers, warm_start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,3 +97,23 @@ def check_reload(trial: Any, folder: Path) -> None:
     assert torch.equal(logits(reloaded), expected)
     with reloaded.disable_adapter():
         assert not torch.allclose(logits(reloaded), expected, atol=1e-2)
+
+
+def check_merged(trial: Any, adapter: Path, folder: Path) -> None:
+    """Merged weights have the base's tensors by name, load like it, and give what the adapter gives on it."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    merging.merge(trial.settings, trial.plan, trial.chat.tokenizer, adapter, folder)
+    files = (Path(trial.plan.base) / "model.safetensors", folder / "model.safetensors")
+    before, after = (load_file(one) for one in files)
+    assert {name: one.shape for name, one in before.items()} == {
+        name: one.shape for name, one in after.items()
+    }
+    fresh = merging.unquantised(trial.plan)
+    rounded = fresh.load(trial.settings).float()
+    base = logits(rounded)
+    exact = logits(PeftModel.from_pretrained(rounded, str(adapter)))
+    plan = dataclasses.replace(fresh, source=str(folder), commit=None, dtype="float32")
+    error = (logits(plan.load(trial.settings)) - exact).abs().max()
+    assert error < 0.1 * (exact - base).abs().max()

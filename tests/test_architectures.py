@@ -67,6 +67,11 @@ def test_sft_learns_and_leaves_the_base_as_it_was(taught: Any) -> None:
     sft_trials.check_base(taught)
 
 
+def test_its_adapter_can_be_merged(taught: Any, folder: Path) -> None:
+    sft_trials.check_merged(taught, folder / "store" / FROM / "adapter", folder / "merged")
+    sft_trials.check_base(taught)
+
+
 def test_grpo_goes_on_from_it_with_the_trainers_model(taught: Any, folder: Path, model: Path) -> None:
     import torch
 

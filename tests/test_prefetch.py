@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 
 from job import prefetch, repository
 from job.prefetch import Prefetch, missing_bytes
-from job.repository import Origin
-from job.settings import Settings
+from job.repository import Origin, RepoFile
+from job.settings import Settings, SettingsError
 from spec import JobSpec
 from tests.harness import Finished
 from tests.hub_server import Fault, HubServer
@@ -96,6 +98,34 @@ def test_only_what_the_cache_lacks_has_to_fit(hub, cache, origin, settings):
     newer = hub.push("acme/tiny", {"more.safetensors": os.urandom(7000)}).id
     newest = Origin("acme/tiny", "acme/tiny", newer, newer)
     assert missing_bytes(newest, repository.files(settings, newest), cache) == 7000
+
+
+def test_to_merge_the_unquantised_weights_come_too(hub, cache, origin, settings):
+    hub.create_repo("acme/tiny-4bit")
+    commit = hub.push("acme/tiny-4bit", {"model.safetensors": os.urandom(9000)}).id
+    quantised = dataclasses.replace(origin, source="acme/tiny-4bit", commit=commit)
+    merging = settings.model_copy(update={"merge": True})
+    prefetch.check_room(quantised, merging, repository.files(settings, quantised))
+    for how, names in ((settings, {"tiny-4bit"}), (merging, {"tiny-4bit", "tiny"})):
+        coming = Prefetch(quantised, how)
+        coming.start()
+        coming.wait()
+        assert {path.name.split("--")[2] for path in cache.glob("models--*")} == names
+
+
+def test_merged_weights_have_to_fit_wherever_they_go(hub, cache, origin, settings, tmp_path):
+    assert prefetch.weight_bytes(repository.files(settings, origin)) == WEIGHTS
+    others = [RepoFile("config.json", 9), RepoFile("original/model.safetensors", 9)]
+    assert prefetch.weight_bytes([RepoFile("model.safetensors", 70), *others]) == 70
+    free = shutil.disk_usage(tmp_path).free
+    here = settings.model_copy(update={"work_dir": tmp_path / "work", "store_dir": tmp_path / "store"})
+    prefetch.check_room_to_merge(here, cache, 0, int(0.4 * free))
+    prefetch.check_room_to_merge(here.model_copy(update={"hf_repo": "acme/runs"}), cache, 0, int(0.6 * free))
+    for missing, merged in ((0, int(0.6 * free)), (int(0.6 * free), int(0.3 * free))):
+        with pytest.raises(
+            SettingsError, match=r"AUTOSLM_MERGE=on: [\d.]+ GB are free in .*gpu\.disk_gb, or turn"
+        ):
+            prefetch.check_room_to_merge(here, cache, missing, merged)
 
 
 def test_a_run_goes_through_its_imports_while_the_weights_come(

@@ -67,7 +67,6 @@ REFUSALS: list[tuple[dict[str, str], dict | None, str]] = [
         RL,
         "RL_ADAPTER_SYNC=merge: an adapter cannot be added to 4-bit weights",
     ),
-    ({"AUTOSLM_MERGE": "on"}, SFT, "AUTOSLM_MERGE=on: not supported by this version"),
     ({"AUTOSLM_REPORT_TO": "wandb, mlflow"}, SFT, "AUTOSLM_REPORT_TO=wandb,mlflow: not supported"),
     ({"WORLD_SIZE": "2"}, SFT, "WORLD_SIZE=2: not supported by this version"),
     ({"SFT_PACKING": "1"}, SFT, "SFT_PACKING=on: without flash attention"),

@@ -25,10 +25,12 @@ ADAPTER_FILES = {
     "adapter_model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
+    "README.md",
 }
+LICENSED = b"---\nlicense: apache-2.0\n---\n\n# Tiny\n"
 UNUSED_FILES = ("model.gguf", "tf_model.h5", "original/consolidated.00.bin", "onnx/model.onnx")
 EVERY_BEAT = {"stage", "ts", "run_id", "mode", "seed", "attempt"}
-LANDED = ("checkpoint_uploaded", "sft_trained", "done")
+LANDED = ("checkpoint_uploaded", "sft_trained", "merged", "done")
 EXTRAS = {
     "boot": set(),
     "sft_start": set(),
@@ -41,6 +43,7 @@ EXTRAS = {
     },
     "checkpoint_uploaded": {"step"},
     "sft_trained": {"train_wall", "step"},
+    "merged": {"step"},
     "sft_train_done": {"train_wall", "train_tokens", "generated_tokens", "step"},
     "done": {"step"},
 }
@@ -48,7 +51,7 @@ EXTRAS = {
 # when it lands.
 STORY = ["boot", "sft_start", "model_prefetched", "sft_model_load"]
 STORY += ["sft_eval", "sft_step", "sft_eval", "sft_step", "sft_eval"]
-STORY += ["sft_trained", "sft_train_done", "done"]
+STORY += ["sft_trained", "merged", "sft_train_done", "done"]
 
 
 def run_dir(folder: Path) -> dict[str, Path]:
@@ -89,7 +92,7 @@ def hub_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with HubServer() as hub:
         hub.create_repo("acme/runs", kind="dataset", private=True)
         hub.create_repo("acme/tiny", private=True)
-        hub.push("acme/tiny", dict.fromkeys(UNUSED_FILES, b"not for us"))
+        hub.push("acme/tiny", {**dict.fromkeys(UNUSED_FILES, b"not for us"), "README.md": LICENSED})
         model_commit = hub.add_folder("acme/tiny", tiny_model).id
         hub.push("acme/tiny", {"config.json": b"a later commit that nobody should load"})
         env = harness.variables(
@@ -103,6 +106,7 @@ def hub_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             AUTOSLM_EVAL_EVERY_STEPS=10,
             AUTOSLM_EVAL_MAX_NEW=8,
             SFT_EPOCHS=7,
+            AUTOSLM_MERGE=1,
         )
         ended = harness.start_python(["worker.py"], env, folder / "home")
         yield HubRun(hub, env, folder / "home", model_commit, ended)
@@ -137,14 +141,15 @@ def test_every_file_of_the_contract_is_under_the_prefix(hub_run: HubRun) -> None
 def test_artifacts_are_committed_in_order_each_whole(hub_run: HubRun) -> None:
     commits = [commit.added.keys() for commit in hub_run.hub.commits("acme/runs")]
     order = []
-    for name in ("adapter/adapter_model.safetensors", "train_meta.json", "metrics.json", "DONE"):
+    files = ("adapter/adapter_model.safetensors", "merged/model.safetensors", "train_meta.json")
+    for name in (*files, "metrics.json", "DONE"):
         holding = [index for index, added in enumerate(commits) if f"{PREFIX}/{name}" in added]
         assert len(holding) == 1
         order += holding
     assert order == sorted(set(order))
     adapter = {path.removeprefix(f"{PREFIX}/adapter/") for path in commits[order[0]]}
     assert adapter >= ADAPTER_FILES
-    assert [len(commits[index]) for index in order[1:]] == [4, 1, 2]  # report and picture, and beats
+    assert [len(commits[index]) for index in order[2:]] == [4, 1, 2]  # report and picture, and beats
 
 
 def test_stages_come_in_order_with_their_fields(hub_run: HubRun) -> None:
@@ -159,7 +164,7 @@ def test_stages_come_in_order_with_their_fields(hub_run: HubRun) -> None:
     assert made == sorted(made)
     assert len({beat["attempt"] for beat in beats}) == 1
     steps = sorted(beat["step"] for beat in beats if "step" in beat)
-    assert steps == [10, 10, 20, 20, 21, 21, 21, 21, 21]
+    assert steps == [10, 10, 20, 20, 21, 21, 21, 21, 21, 21]
     first, second = (beat["loss"] for beat in beats if beat["stage"] == "sft_step")
     assert second < first
 
@@ -255,6 +260,94 @@ def test_the_adapter_loads_on_the_base_and_changes_what_it_says(
         before = base(ids).logits
         after = PeftModel.from_pretrained(base, tmp_path)(ids).logits
     assert not torch.allclose(before, after, atol=0.1)
+
+
+# --- what its artifacts are good for ---
+
+
+def test_the_card_is_one_that_a_hub_takes(hub_run: HubRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import ModelCard, constants
+
+    card = ModelCard(hub_run.stored["adapter/README.md"].decode())
+    monkeypatch.setattr(constants, "ENDPOINT", hub_run.hub.url)
+    asked = len(hub_run.hub.requests)
+    card.validate()
+    assert [one.path for one in hub_run.hub.requests[asked:]] == ["/api/validate-yaml"]
+    assert (card.data.base_model, card.data.license) == ("acme/tiny", "apache-2.0")
+    text, losses = card.text, [beat["loss"] for beat in hub_run.ended.beats if beat["stage"] == "sft_step"]
+    metrics = strict(hub_run.stored["metrics.json"])
+    facts = {"steps": 21, "seconds": metrics["wall_seconds"], "tokens trained on": metrics["train_tokens"]}
+    facts |= {"learning rate": 0.003, "LoRA rank, alpha": "32, 64", "seed": 0}
+    facts |= {"first logged loss": f"{losses[0]:.4g}", "last logged loss": f"{losses[1]:.4g}"}
+    for name, value in facts.items():
+        assert f"| {name} | {value} |" in text
+    assert metrics["notes"]["dataset_fingerprint"] in text and "acme/toy-words" in text
+
+
+# Run as the card says it. Compiling takes minutes on a CPU, and vLLM's "auto" halves float32.
+AS_THE_CARD_SAYS = """
+import json, re, sys
+from pathlib import Path
+card, merged = sys.argv[1:]
+with_peft, with_vllm = re.findall(r"```python\\n(.*?)\\n```", Path(card).read_text(), re.DOTALL)
+peft, vllm = {}, {}
+exec(with_peft, peft)
+on_a_cpu = {"enforce_eager": True, "dtype": "float32"}
+exec(with_vllm.replace("LLM(\\n", "LLM(\\n    **on_a_cpu,\\n"), vllm := {"on_a_cpu": on_a_cpu})
+from vllm import LLM
+whole = LLM(merged, **on_a_cpu)
+ids = peft["inputs"]["input_ids"]
+greedy = vllm["SamplingParams"](temperature=0.0, max_tokens=64)
+[served] = whole.generate({"prompt_token_ids": ids[0].tolist()}, greedy)
+model = peft["AutoModelForCausalLM"].from_pretrained(merged)
+loaded = model.float().generate(**peft["inputs"], max_new_tokens=64)
+found = {
+    "dtype": str(peft["AutoModelForCausalLM"].from_pretrained(merged, dtype="auto").dtype),
+    "adapter": [peft["output"][0, ids.shape[1] :].tolist(), list(vllm["output"].outputs[0].token_ids)],
+    "merged": [loaded[0, ids.shape[1] :].tolist(), list(served.outputs[0].token_ids)],
+}
+print("FOUND", json.dumps(found))
+"""
+
+
+def test_adapter_and_merged_weights_are_used_as_the_card_says(hub_run: HubRun) -> None:
+    """In transformers and in vLLM, downloaded from the Hub: the same greedy answers."""
+    card, merged = (hub_run.work / "sft_seed0" / name for name in ("adapter/README.md", "merged"))
+    assert card.read_bytes() == hub_run.stored["adapter/README.md"]
+    env = {"HF_ENDPOINT": hub_run.hub.url, "HF_TOKEN": TOKEN, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    ended = harness.start_python(["-c", AS_THE_CARD_SAYS, str(card), str(merged)], env, hub_run.home)
+    assert ended.code == 0, ended.err[-3000:]
+    found = strict(next(line for line in ended.out.splitlines() if line.startswith("FOUND "))[6:])
+    assert found["dtype"] == "torch.bfloat16"
+    for name in ("adapter", "merged"):
+        from_transformers, from_vllm = found[name]
+        assert from_transformers and from_transformers == from_vllm
+
+
+def test_merged_weights_are_the_base_plus_the_adapter_rounded_once(
+    hub_run: HubRun, tiny_model: Path, tmp_path: Path
+) -> None:
+    import torch
+    from peft import PeftModel
+    from safetensors.torch import load
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    for name in ADAPTER_FILES:
+        (tmp_path / name).write_bytes(hub_run.stored[f"adapter/{name}"])
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="bfloat16").float()
+    exact = PeftModel.from_pretrained(base, tmp_path).merge_and_unload().state_dict()
+    merged = load(hub_run.stored["merged/model.safetensors"])
+    assert {one.dtype for one in merged.values()} == {torch.bfloat16}
+    assert merged.keys() == exact.keys() - {"lm_head.weight"}  # tied
+    assert [name for name, one in merged.items() if not torch.equal(one, exact[name].bfloat16())] == []
+    folder = hub_run.work / "sft_seed0" / "merged"
+    mine, theirs = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tiny_model)
+    assert mine.get_chat_template() == theirs.get_chat_template()
+    assert GenerationConfig.from_pretrained(folder) == GenerationConfig.from_pretrained(tiny_model)
+    assert {f"merged/{one.name}" for one in folder.iterdir()} == {
+        name for name in hub_run.stored if name.startswith("merged/")
+    }
 
 
 REPLAY = """

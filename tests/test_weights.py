@@ -359,6 +359,7 @@ def test_both_modes_on_4_bit_weights(models: Path, tmp_path: Path, kind: str) ->
     assert last < 0.7 * first
     sft_trials.check_base(sft)
     sft_trials.check_reload(sft, tmp_path / "store" / FROM / "adapter")
+    sft_trials.check_merged(sft, tmp_path / "store" / FROM / "adapter", tmp_path / "merged")
     train = {**GROUPS, "init_from_adapter": FROM}
     env = grpo_trials.variables(tmp_path, models / kind, train=train, RL_USE_VLLM=0, **FOUR_BIT)
     rl = grpo_trials.build(env, policy=sft_trials.warm)

@@ -17,7 +17,7 @@ from job.prefetch import Prefetch, check_room
 from job.scoring import Scorer
 from job.settings import Settings, SettingsError
 from job.weights import WeightsPlan, plan_weights, warn_slow_kernels
-from training import conversations, evaluation, trainers
+from training import conversations, evaluation, merging, trainers
 
 
 @dataclass
@@ -68,12 +68,13 @@ def load(
     pins = (found[0].model_commit, found[0].job.get("tokenizer_commit")) if found else ()
     origin = repository.locate(settings, *pins)
     files = repository.files(settings, origin)
-    check_room(origin, files)
+    check_room(origin, settings, files)
     prefetch = Prefetch(origin, settings)
     if download:
         prefetch.start()
     env = Environment.load(spec.environment.id, spec.environment.params)
     plan = plan_weights(settings, origin, files)
+    merging.check(settings, plan)
     warn_slow_kernels(plan, settings)
     metrics = RunMetrics(arm=settings.arm, phase=settings.phase, seed=settings.seed, model_id=settings.model)
     job = Job(env, plan, metrics, found, redact, prefetch)

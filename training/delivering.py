@@ -1,0 +1,99 @@
+"""What a run leaves behind for use: the adapter with its card, and merged weights."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import recipe
+from accounting import stack_versions, strict_json
+from delivery import card
+from delivery.store import folder_files
+from job.chat import Chat
+from job.settings import Settings
+from job.weights import WeightsPlan
+from training import merging, trainers
+from training.inputs import Job
+from training.run import Run
+
+log = logging.getLogger(__name__)
+
+
+def deliver(settings: Settings, run: Run, job: Job, trainer: Any, talk: Chat) -> None:
+    """Save the adapter, and merged weights if asked for; return once they are in the store."""
+    adapter, merged = settings.output_dir / "adapter", settings.output_dir / "merged"
+    trainers.save_adapter(trainer, talk.tokenizer, job.plan, adapter)
+    write_card(settings, run, job, trainer, adapter)
+    facts = {"train_wall": job.metrics.wall_seconds, "step": run.tally.step}
+    run.publisher.upload("adapter/", folder_files(adapter, "adapter"), f"{settings.mode}_trained", **facts)
+    if settings.merge:
+        merging.merge(settings, job.plan, talk.tokenizer, adapter, merged)
+        run.publisher.upload("merged/", folder_files(merged, "merged"), "merged", step=run.tally.step)
+
+
+def write_card(settings: Settings, run: Run, job: Job, trainer: Any, folder: Path) -> None:
+    """Write the adapter's `README.md`, in place of peft's."""
+    plain = json.loads(run.redact(strict_json(dataclasses.asdict(card_facts(settings, run, job, trainer)))))
+    (folder / "README.md").write_text(card.render(card.Facts(**plain)), encoding="utf-8")
+
+
+def card_facts(settings: Settings, run: Run, job: Job, trainer: Any) -> card.Facts:
+    """What the card is made of."""
+    plan, notes = job.plan, job.metrics.notes
+    adapter = f"{settings.prefix}/adapter" if settings.hf_repo else f"{run.store.location}/adapter"
+    return card.Facts(
+        prefix=settings.prefix,
+        mode=settings.mode,
+        base=plan.base,
+        revision=plan.base_commit,
+        store=settings.hf_repo,
+        adapter=adapter,
+        environment=job.env.id,
+        thinking=settings.thinking,
+        served_rank=served_rank(settings),
+        is_multimodal=plan.is_multimodal,
+        license=license_of(settings, plan),
+        training={
+            "steps": run.tally.step,
+            "seconds": job.metrics.wall_seconds,
+            "tokens trained on": job.metrics.train_tokens,
+            "tokens generated": job.metrics.generated_tokens,
+            "LoRA rank, alpha": f"{settings.lora_rank}, {settings.lora_alpha}",
+            "learning rate": f"{settings.learning_rate:g}",
+            "precision of the base": "4-bit NF4" if plan.four_bit else plan.dtype,
+            "seed": settings.seed,
+            "thinking": "on" if settings.thinking else "off",
+            "environment": f"{job.env.id} ({job.env.version})",
+            "data": f"sha256 {notes['dataset_fingerprint']}",
+        },
+        versions=stack_versions(),
+        history=trainer.state.log_history,
+    )
+
+
+def served_rank(settings: Settings) -> int:
+    """The rank that vLLM is told to make room for; 0 when the adapter's is above its largest."""
+    try:
+        return recipe.served_rank(settings.lora_rank)
+    except ValueError:
+        return 0
+
+
+def license_of(settings: Settings, plan: WeightsPlan) -> dict[str, str]:
+    """What the base's own card says about its license; nothing when it cannot be read."""
+    import httpx2
+    from huggingface_hub import HfApi, metadata_load
+    from huggingface_hub.errors import HfHubHTTPError
+    from yaml import YAMLError
+
+    api = HfApi(endpoint=settings.endpoint or None, token=settings.token or None)
+    try:
+        path = Path(plan.base) / "README.md"
+        if plan.base_commit is not None:
+            path = Path(api.hf_hub_download(plan.base, "README.md", revision=plan.base_commit))
+        found = metadata_load(path) or {}
+    except (HfHubHTTPError, httpx2.HTTPError, OSError, ValueError, YAMLError) as error:
+        log.info("the license of %s is not known: %s", plan.base, error)
+        return {}
+    return {name: found[name] for name in card.LICENSE_FIELDS if isinstance(found.get(name), str)}
