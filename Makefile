@@ -9,13 +9,14 @@ BACKEND := $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
 
 venv: .venv/.ready
 
-.venv/.ready: requirements-cpu.txt overrides-cpu.txt requirements-dev.txt
+.venv/.ready: requirements-cpu.txt overrides-cpu.txt requirements-dev.txt requirements-trackers.txt
 	@command -v uv >/dev/null || python3 -m pip install -q uv || { python3 -m venv .uv && .uv/bin/pip install -q uv; }
 	@PATH="$$PATH:$$HOME/.local/bin:$(CURDIR)/.uv/bin"; set -e; \
 	  version=3.12; uv python find 3.11 >/dev/null 2>&1 && version=3.11; \
 	  uv venv -q --clear --python $$version .venv; \
 	  uv pip install --python $(PY) -r requirements-cpu.txt -r requirements-dev.txt --override overrides-cpu.txt \
-	    $(addprefix --find-links ,$(WHEELS)) $(BACKEND)
+	    $(addprefix --find-links ,$(WHEELS)) $(BACKEND); \
+	  uv pip install -q --python $(PY) --no-deps --target .venv/trackers -r requirements-trackers.txt
 	@touch $@
 
 demo: venv

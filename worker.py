@@ -179,6 +179,7 @@ def train(run: Run, job: inputs.Job, trainer: Any, observers: Observers, checkpo
     """Train, timed, until the target or until the machine is taken away."""
     observers.evaluations.get_trainer = lambda: trainer
     trainer.announce = partial(run.publisher.beat, "micro_batch_halved")
+    run.trackers.watch(trainer, run.store.location, resumed=checkpoint is not None)
 
     def passes() -> int:
         return observers.progress.micro_steps + trainer.sampling_passes
@@ -199,6 +200,8 @@ def train(run: Run, job: inputs.Job, trainer: Any, observers: Observers, checkpo
 def finish(settings: Settings, run: Run, job: inputs.Job, report: Callable[[], Files]) -> None:
     """Account for the run: train_meta.json and the report, metrics.json, DONE, in this order."""
     metrics, step = job.metrics, run.tally.step
+    run.trackers.close(0)
+    run.trackers.wait()
     meta = run.keep("train_meta.json", metrics.train_meta(settings.output_dir / "adapter"))
     run.publisher.beat(
         f"{settings.mode}_train_done",
@@ -248,6 +251,7 @@ def read_metrics(store: Store) -> str:
 def report_failure(run: Run, error: BaseException) -> None:
     """Leave the traceback and the reason in the local files and in the store, whatever else fails."""
     mode = run.identity.mode
+    run.trackers.close(1)
     run.publisher.stop_pings()
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     header = f"{now} run {run.identity.prefix}, attempt {run.attempt}\n"
@@ -268,6 +272,7 @@ def report_failure(run: Run, error: BaseException) -> None:
     )
     run.publisher.flush()
     time.sleep(run.identity.log_flush_s)
+    run.trackers.wait()
 
 
 def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:

@@ -55,6 +55,7 @@ def check(settings: Settings) -> None:
     check_thinking(settings)
     check_weights(settings)
     check_folders(settings)
+    check_trackers(settings)
     check_not_yet(settings)
     check_sft(settings) if settings.mode == "sft" else check_rl(settings)
     warn_ignored(settings, settings.job)
@@ -133,11 +134,19 @@ def check_folders(settings: Settings) -> None:
             raise SettingsError(f"{knob}={str(path)!r}: lies in {output}, which this run deletes; move it")
 
 
+def check_trackers(settings: Settings) -> None:
+    missing = [name for name in settings.report_to if not _installed(name)]
+    if missing:
+        raise SettingsError(
+            f"AUTOSLM_REPORT_TO={','.join(settings.report_to)}: the package is missing; pip install"
+            f" {' '.join(missing)}, or leave it out"
+        )
+
+
 def check_not_yet(settings: Settings) -> None:
     """Refuse what the contract names and this version does not do, rather than ignore it."""
     unsupported = {
         f"WORLD_SIZE={settings.processes}": settings.processes > 1,
-        f"AUTOSLM_REPORT_TO={','.join(settings.report_to)}": bool(settings.report_to),
     }
     for what, asked in unsupported.items():
         if asked:

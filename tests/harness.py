@@ -17,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 TEMPLATES = Path(__file__).parent / "templates"
 PYTHONPATH = os.pathsep.join(str(ROOT / path) for path in (".", "demo", "tests/environments"))
+TRACKERS = Path(sys.prefix) / "trackers"  # packages that no other test should spend the time to import
 PATIENCE_S = 900
 
 

@@ -67,7 +67,11 @@ REFUSALS: list[tuple[dict[str, str], dict | None, str]] = [
         RL,
         "RL_ADAPTER_SYNC=merge: an adapter cannot be added to 4-bit weights",
     ),
-    ({"AUTOSLM_REPORT_TO": "wandb, mlflow"}, SFT, "AUTOSLM_REPORT_TO=wandb,mlflow: not supported"),
+    (
+        {"AUTOSLM_REPORT_TO": "mlflow"},
+        SFT,
+        "AUTOSLM_REPORT_TO=mlflow: the package is missing; pip install mlflow, or leave it out",
+    ),
     ({"WORLD_SIZE": "2"}, SFT, "WORLD_SIZE=2: not supported by this version"),
     ({"SFT_PACKING": "1"}, SFT, "SFT_PACKING=on: without flash attention"),
     ({"SFT_LIGER": "1"}, SFT, "SFT_LIGER=on: the package is missing"),

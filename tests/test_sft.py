@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import harness
+from tests import harness, tracked
 from tests.harness import Finished, strict
 from tests.hub_server import HubServer
 
@@ -28,6 +29,7 @@ ADAPTER_FILES = {
     "README.md",
 }
 LICENSED = b"---\nlicense: apache-2.0\n---\n\n# Tiny\n"
+TRACKER_KEY = "0123456789abcdef0123456789abcdef01234567"
 UNUSED_FILES = ("model.gguf", "tf_model.h5", "original/consolidated.00.bin", "onnx/model.onnx")
 EVERY_BEAT = {"stage", "ts", "run_id", "mode", "seed", "attempt"}
 LANDED = ("checkpoint_uploaded", "sft_trained", "merged", "done")
@@ -107,6 +109,11 @@ def hub_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             AUTOSLM_EVAL_MAX_NEW=8,
             SFT_EPOCHS=7,
             AUTOSLM_MERGE=1,
+            AUTOSLM_REPORT_TO="wandb,trackio,tensorboard",
+            WANDB_MODE="offline",
+            WANDB_API_KEY=TRACKER_KEY,
+            TRACKIO_DIR=folder / "trackio",
+            PYTHONPATH=f"{harness.PYTHONPATH}{os.pathsep}{harness.TRACKERS}",
         )
         ended = harness.start_python(["worker.py"], env, folder / "home")
         yield HubRun(hub, env, folder / "home", model_commit, ended)
@@ -348,6 +355,31 @@ def test_merged_weights_are_the_base_plus_the_adapter_rounded_once(
     assert {f"merged/{one.name}" for one in folder.iterdir()} == {
         name for name in hub_run.stored if name.startswith("merged/")
     }
+
+
+def test_trackers_have_every_log_under_the_runs_name(
+    hub_run: HubRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sqlite3
+
+    monkeypatch.syspath_prepend(str(harness.TRACKERS))
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses = {beat["step"]: beat["loss"] for beat in hub_run.ended.beats if beat["stage"] == "sft_step"}
+    [wandb] = tracked.runs(hub_run.work / "sft_seed0")
+    assert (wandb.name, wandb.project, wandb.exit_code) == (PREFIX, "slm-worker", 0)
+    assert wandb.series("train/loss") == losses
+    [database] = (hub_run.home.parent / "trackio").glob("*.db")
+    with sqlite3.connect(database) as opened:
+        logged = opened.execute("select run_name, metrics from metrics order by id").fetchall()
+    assert {name for name, _ in logged} == {PREFIX}
+    in_trackio = [strict(metrics) for _, metrics in logged]
+    assert {
+        one["train/global_step"]: one["train/loss"] for one in in_trackio if "train/loss" in one
+    } == losses
+    events = EventAccumulator(str(next((hub_run.work / "sft_seed0").glob("runs/*")))).Reload()
+    assert {one.step: pytest.approx(one.value) for one in events.Scalars("train/loss")} == losses
 
 
 REPLAY = """

@@ -14,7 +14,8 @@ from delivery.store import open_store
 from delivery.terminal import Terminal
 from job.settings import Identity, SettingsError
 from training.history import MetricsStream
-from training.preemption import Preemption, Signals
+from training.preemption import EXIT_CODE, Preemption, Signals
+from training.trackers import Trackers
 
 
 class Run:
@@ -42,6 +43,7 @@ class Run:
         self.checkpoints = Checkpoints(
             self.store, self.publisher, self.local("staging"), self.attempt, self.redact
         )
+        self.trackers = Trackers()
         self.preemption = Preemption(identity.grace_s, self._announce, self._leave, signals)
 
     def start(self) -> None:
@@ -95,7 +97,10 @@ class Run:
         self.publisher.beat("preempting", step=self.tally.step, reason=reason)
 
     def _leave(self, upload_s: float) -> None:
-        """Give uploads that long; the run is to be resumed, so nothing here may say that it succeeded."""
+        """Give uploads and trackers that long; the run is to be resumed: nothing may say it succeeded."""
+        until = time.monotonic() + upload_s
+        self.trackers.close(EXIT_CODE)
         self.publisher.flush(upload_s)
+        self.trackers.wait(until - time.monotonic())
         self.take_back()
         self.terminal.close()

@@ -16,7 +16,7 @@ from job.dataset import Prompts
 from job.environment import Environment
 from job.settings import Settings, SettingsError
 from job.weights import EXPERT_TARGETS, WeightsPlan
-from training import engine, gpu, warm_start
+from training import engine, gpu, trackers, warm_start
 from training.conversations import Way
 from training.fitting import FittingPolicy, FittingTrainer
 from training.history import MeasuredTrainer
@@ -146,7 +146,7 @@ def common_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch)
         "bf16": plan.dtype == "bfloat16",
         "use_cpu": not on_gpu,
         **checkpointing(plan, on_gpu),
-        "report_to": [],
+        **trackers.arguments(settings),
         "logging_nan_inf_filter": False,  # it would log the mean of earlier losses instead of the NaN
         "disable_tqdm": True,  # `delivery.terminal` draws the one bar of a run
     }
