@@ -139,13 +139,7 @@ def plan_weights(
     is_quantised = check_precision(settings, origin.source, config.to_dict().get("quantization_config"))
     dtype = "float32" if settings.device == "cpu" else "bfloat16"
     per_token, per_sequence = engine_bytes(text, DTYPE_BYTES[dtype])
-    weights_bytes = repository.weights_bytes(files)
-    if not is_quantised:
-        stored_as = str(facts.get("dtype") or config.to_dict().get("dtype")).removeprefix("torch.")
-        parameters = weights_bytes // DTYPE_BYTES.get(stored_as, 2)
-        four_bit = settings.quant == "4bit-qlora"
-        kept = min(parameters, text.vocab_size * text.hidden_size) if four_bit else parameters
-        weights_bytes = kept * DTYPE_BYTES[dtype] + int((parameters - kept) * FOUR_BITS_BYTES)
+    four_bit, stored = settings.quant == "4bit-qlora", repository.weights_bytes(files)
     return WeightsPlan(
         **vars(origin),
         dtype=dtype,
@@ -154,8 +148,8 @@ def plan_weights(
         context_length=text.max_position_embeddings,
         kv_bytes_per_token=per_token,
         state_bytes=per_sequence,
-        weights_bytes=weights_bytes,
-        four_bit=settings.quant == "4bit-qlora",
+        weights_bytes=stored if is_quantised else loaded_bytes(config, stored, DTYPE_BYTES[dtype], four_bit),
+        four_bit=four_bit,
         is_quantised=is_quantised,
         has_experts=has_experts,
         # Mixtures of experts and Gated DeltaNet fail in their first backward pass otherwise.
@@ -241,6 +235,18 @@ def check_precision(settings: Settings, source: str, quantisation: dict[str, Any
             " bitsandbytes 4-bit can be trained on"
         )
     return True
+
+
+def loaded_bytes(config: Any, stored: int, dtype_bytes: int, four_bit: bool) -> int:
+    """Bytes that weights of so many bytes on disk take when they are loaded; not of a quantised model."""
+    text, facts = config.get_text_config(), config.to_dict()
+    stored_as = str(text.to_dict().get("dtype") or facts.get("dtype")).removeprefix("torch.")
+    parameters = stored // DTYPE_BYTES.get(stored_as, 2)
+    if not four_bit:
+        return parameters * dtype_bytes
+    is_tied = text.to_dict().get("tie_word_embeddings") or facts.get("tie_word_embeddings")
+    kept = min(parameters, text.vocab_size * text.hidden_size * (1 if is_tied else 2))
+    return kept * dtype_bytes + int((parameters - kept) * FOUR_BITS_BYTES)
 
 
 def engine_bytes(text: Any, dtype_bytes: int) -> tuple[int, int]:

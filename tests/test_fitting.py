@@ -237,7 +237,7 @@ def test_so_are_the_turns_of_conversations(
     from training.sampler import ModelSampler, Request, Sample
 
     sampled = full_above(monkeypatch, 3)
-    sampler = ModelSampler(policy.trainer, policy.chat.cut_at)
+    sampler = ModelSampler(policy.trainer, policy.chat.cut_at, lambda: None)
     policy.trainer.model.eval()
     asked = [Request([20 + one] * 5, 4, 1.0, 1.0, (), tuple(policy.chat.stop_ids)) for one in range(6)]
 

@@ -415,8 +415,8 @@ def test_experts_take_4_bits_and_one_stack_more_while_they_are_loaded(
         assert seen.equal(
             functional.dequantize_4bit(*quantise(one, compress_statistics=True, quant_type="nf4"))
         )
-    whole = sum(one.numel() * one.element_size() for one in loaded.state_dict().values())
-    assert plan.weights_bytes == pytest.approx(whole, rel=0.2)
+    whole = sum(one.numel() * one.element_size() for one in loaded.parameters())
+    assert plan.weights_bytes == pytest.approx(whole, rel=0.1)
 
 
 @slow
