@@ -62,18 +62,22 @@ def print_table(settings: Settings, out: TextIO) -> None:
 
 def print_facts(notes: Mapping[str, Any], batch: Batch, rows: Data, todo: Work, out: TextIO) -> None:
     """Write what environment, model and rows turned out to be, and what is to be done with them."""
-    lengths, counts = rows.lengths, notes.get("rows")
-    left_out = f", {rows.over_budget} over the budget"
-    if counts is not None:
-        left_out = f", {counts['without_target']} without target, {counts['target_cut_off']} cut off"
-    what = "prompt" if counts is None else "row, prompt and answer"
-    tokens = f"{todo.trained_tokens:,}" if counts is not None else f"at most {todo.trained_tokens:,}"
-    generated = f", of which {todo.generated_tokens:,} sampled" if todo.generated_tokens else ""
+    lengths = rows.lengths
+    what, kind, tokens = "prompts", "prompt", f"at most {todo.trained_tokens:,}"
+    left_out, generated = (
+        f"{rows.over_budget} over the budget",
+        f", of which {todo.generated_tokens:,} sampled",
+    )
+    if not todo.generated_tokens:
+        counts = notes["rows"]
+        what, kind, tokens = "rows", "row, prompt and answer", f"{todo.trained_tokens:,}"
+        left_out = f"{counts['without_target']} without target, {counts['target_cut_off']} cut off"
+        generated = ""
     facts = {
         "environment": f"{notes['environment']} ({notes['environment_version']})",
         "model": f"{notes['model_id']} at {notes['model_commit'] or 'a local folder'}",
-        "train on": f"{len(lengths)} {'prompts' if counts is None else 'rows'}{left_out}",
-        f"tokens of a {what}": f"median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
+        "train on": f"{len(lengths)} {what}, {left_out}",
+        f"tokens of a {kind}": f"median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
     }
     out.write("\n" + "".join(f"{fact}: {found}\n" for fact, found in facts.items()))
     out.write("".join(f"  {line}\n" for line in histogram(lengths)))

@@ -145,7 +145,11 @@ def test_facts_of_a_supervised_run():
 
 def test_facts_of_grpo():
     lines = printed(
-        cli.print_facts, {**NOTES, "model_commit": None}, Batch(8, 2), ROWS, Work(12, 1234, 900, 2.0)
+        cli.print_facts,
+        {**NOTES, "model_commit": None, "rows": {"source": 5, "kept": 3}},
+        Batch(8, 2),
+        ROWS,
+        Work(12, 1234, 900, 2.0),
     )
     assert lines[2:5] == [
         "model: acme/m at a local folder",
