@@ -70,8 +70,7 @@ def introduction(facts: Facts) -> str:
     license = facts.license.get("license_name") or facts.license.get("license")
     return (
         f"# {facts.prefix}\n\nA LoRA adapter of {base}, made by {METHODS[facts.mode]} on the verifiers"
-        f" environment `{facts.environment}`. "
-        + (f"The base model's license is {license}." if license else "The base model names no license.")
+        f" environment `{facts.environment}`. The base model's license is {license or 'not known'}."
     )
 
 

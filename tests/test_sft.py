@@ -300,7 +300,7 @@ with_peft, with_vllm = re.findall(r"```python\\n(.*?)\\n```", Path(card).read_te
 peft, vllm = {}, {}
 exec(with_peft, peft)
 on_a_cpu = {"enforce_eager": True, "dtype": "float32"}
-exec(with_vllm.replace("LLM(\\n", "LLM(\\n    **on_a_cpu,\\n"), vllm := {"on_a_cpu": on_a_cpu})
+exec(re.sub(r"(max_lora_rank=\\d+,)", r"\\1 **on_a_cpu,", with_vllm), vllm := {"on_a_cpu": on_a_cpu})
 from vllm import LLM
 whole = LLM(merged, **on_a_cpu)
 ids = peft["inputs"]["input_ids"]

@@ -48,7 +48,7 @@ def test_a_failed_run_is_failed_there_too(
 
 
 def test_a_resumed_run_goes_on_with_its_own(
-    offline: None, job: Job, tmp_path: Path, run_in_process: Callable[..., Finished]
+    offline: None, monkeypatch: pytest.MonkeyPatch, job: Job, tmp_path: Path, run_in_process: Any
 ) -> None:
     """The first attempt leaves when its checkpoint has landed, as a preempted one does."""
     import worker
@@ -61,15 +61,15 @@ def test_a_resumed_run_goes_on_with_its_own(
                 raise RuntimeError("left")
 
     env = job(AUTOSLM_REPORT_TO="wandb", SFT_SAVE_STEPS=12, SFT_MAX_STEPS=21)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "Run", Leaving)
-        patch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    with pytest.MonkeyPatch.context() as first:
+        first.setattr(worker, "Run", Leaving)
         assert "left" in str(run_in_process(env).error)
-        ended = run_in_process(env)
+    ended = run_in_process(env)
     assert ended.error is None, ended.error
-    first, second = tracked.runs(tmp_path)
-    assert first.id == second.id and (first.exit_code, second.exit_code) == (EXIT_CODE, 0)
-    assert [*first.series("train/loss")] == [10] and [*second.series("train/loss")] == [20]
+    one, two = tracked.runs(tmp_path)
+    assert one.id == two.id and (one.exit_code, two.exit_code) == (EXIT_CODE, 0)
+    assert [*one.series("train/loss")] == [10] and [*two.series("train/loss")] == [20]
 
 
 def test_a_tracker_that_cannot_be_used_does_not_end_a_run(

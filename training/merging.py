@@ -51,8 +51,8 @@ def merge(settings: Settings, plan: WeightsPlan, tokenizer: Any, adapter: Path, 
     shutil.rmtree(folder, ignore_errors=True)
     base = plan.load(settings.model_copy(update={"sft_packing": False}))  # its attention needs a GPU
     model = PeftModel.from_pretrained(base, str(adapter), torch_device="cpu")
-    # Each sum is made in float32 and rounded once.
-    model.merge_and_unload(safe_merge=True).save_pretrained(folder)
+    # Each sum is made in float32 and rounded once; `safe_merge` would round what is added first.
+    model.merge_and_unload().save_pretrained(folder)
     del base, model
     gc.collect()
     tokenizer.save_pretrained(folder)
