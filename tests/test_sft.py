@@ -380,6 +380,9 @@ def test_trackers_have_every_log_under_the_runs_name(
     } == losses
     events = EventAccumulator(str(next((hub_run.work / "sft_seed0").glob("runs/*")))).Reload()
     assert {one.step: pytest.approx(one.value) for one in events.Scalars("train/loss")} == losses
+    told = [hub_run.ended.out.encode(), hub_run.ended.err.encode(), *hub_run.stored.values()]
+    told += [path.read_bytes() for path in hub_run.work.rglob("*") if path.is_file()]
+    assert not [one for one in told if TRACKER_KEY.encode() in one]
 
 
 REPLAY = """
