@@ -29,7 +29,7 @@ EXTRAS = {
     "rl_step": {"step", "steps", "reward", "reward_last", "rewards", "unscorable"},
     "rl_eval": {
         *("step", "eval_split", "eval_n", "eval_reward", "eval_pass_rate", "eval_reward_min"),
-        *("eval_reward_max", "eval_metric_ones", "eval_metric_length"),
+        *("eval_reward_max", "eval_metric_ones", "eval_metric_length", "eval_metric_num_turns"),
     },
     "checkpoint_uploaded": {"step"},
     "rl_trained": {"train_wall", "step"},

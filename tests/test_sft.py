@@ -41,7 +41,7 @@ EXTRAS = {
     "sft_step": {"step", "steps", "loss"},
     "sft_eval": {
         *("step", "eval_split", "eval_n", "eval_reward", "eval_pass_rate", "eval_reward_min"),
-        *("eval_reward_max", "eval_metric_exact"),
+        *("eval_reward_max", "eval_metric_exact", "eval_metric_num_turns"),
     },
     "checkpoint_uploaded": {"step"},
     "sft_trained": {"train_wall", "step"},
