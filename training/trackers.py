@@ -72,6 +72,8 @@ class Trackers:
         def opened(args: Any, *more: Any, **kwargs: Any) -> None:
             if name == "wandb":
                 open_wandb(args, location, resumed)
+            elif name == "trackio":
+                quiet_trackio()
             begin(args, *more, **kwargs)
             self.open(name, CLOSERS[name](tracker))
 
@@ -142,6 +144,13 @@ def close_wandb(tracker: Any) -> Close:
         wandb.teardown(code)
 
     return close
+
+
+def quiet_trackio() -> None:
+    """Keep its coloured hint out of standard output: trackio 0.43 prints it whether or not that is a terminal."""
+    from trackio import utils
+
+    utils.print_dashboard_instructions = lambda project: None
 
 
 def close_trackio(tracker: Any) -> Close:
