@@ -147,7 +147,7 @@ def close_wandb(tracker: Any) -> Close:
 
 
 def quiet_trackio() -> None:
-    """Keep its coloured hint out of standard output: trackio 0.43 prints it whether or not anybody watches."""
+    """Keep its coloured hint out of standard output, where trackio 0.43 prints it even without a terminal."""
     from trackio import utils
 
     utils.print_dashboard_instructions = lambda project: None
