@@ -95,7 +95,7 @@ class Persistence:
             else:
                 outcome.set_result(None)
 
-        limit_s = self.commit_limit_s + _bytes(commit) / SLOWEST_BYTES_PER_S
+        limit_s = self.commit_limit_s + commit.size_bytes / SLOWEST_BYTES_PER_S
         limit_s = max(0.0, min(limit_s, until - self.clock()))
         threading.Thread(target=put, name="commit", daemon=True).start()
         try:
@@ -103,11 +103,6 @@ class Persistence:
         except TimeoutError:
             left_behind.set()
             raise Unreachable(f"{commit.message}: no answer within {limit_s:.0f} s") from None
-
-
-def _bytes(commit: Commit) -> int:
-    contents = commit.files.values()
-    return sum(len(one) if isinstance(one, bytes) else one.stat().st_size for one in contents)
 
 
 def _error_of(state: RetryCallState) -> Any:

@@ -26,6 +26,7 @@ THROTTLED_STAGES = frozenset({"sft_step", "rl_step"})
 URGENT_STAGES = frozenset({"preempting"})
 HEARTBEAT = "heartbeat.json"
 FLUSH_S, URGENT_PAUSE_S = 120.0, 1.0
+UPLOAD_BYTES_PER_S = 5_000_000  # a slower link takes a required upload past its deadline
 
 Kind = Literal["throttled", "milestone", "urgent", "required", "checkpoint"]
 Beat = tuple[str, Mapping[str, Any]]  # stage and extras
@@ -109,11 +110,12 @@ class Publisher:
             self.told(UPLOADING, {})
             then = (stage, extras) if stage else None
             parcel = self._enqueue("required", what, lambda: Commit(what, files), then)
+        patience_s = self._required_s(parcel)
         try:
-            parcel.outcome.result(self.deadline_s)
+            parcel.outcome.result(patience_s)
         except TimeoutError:
             if parcel.outcome.cancel():  # or else it would land when everybody thinks that it has not
-                raise Unreachable(f"{what}: not uploaded within {self.deadline_s:.0f} s") from None
+                raise Unreachable(f"{what}: not uploaded within {patience_s:.0f} s") from None
             parcel.outcome.result()  # its last try ends at the deadline too
 
     def stream(self, step: int, make: Callable[[], Commit]) -> Future[None]:
@@ -325,8 +327,12 @@ class Publisher:
         if parcel.kind == "checkpoint":
             return Patience(overtaken=self._is_overtaken)
         if parcel.kind == "required":
-            return Patience(worth_waiting=(Unreachable,), until=parcel.created + self.deadline_s)
+            return Patience(worth_waiting=(Unreachable,), until=parcel.created + self._required_s(parcel))
         return Patience(worth_waiting=(Unavailable,))
+
+    def _required_s(self, parcel: Parcel) -> float:
+        """Seconds that a required upload may keep trying: merged weights take longer than a sentinel."""
+        return self.deadline_s + parcel.make().size_bytes / UPLOAD_BYTES_PER_S
 
     def _is_overtaken(self) -> bool:
         """Whether a checkpoint that failed once holds up what is worth more: a newer one, a milestone."""

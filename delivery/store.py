@@ -38,6 +38,12 @@ class Commit:
     files: Mapping[str, Content] = field(default_factory=dict)
     delete: tuple[str, ...] = ()
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all contents."""
+        contents = self.files.values()
+        return sum(len(one) if isinstance(one, bytes) else one.stat().st_size for one in contents)
+
 
 class Store(Protocol):
     """What the worker asks of a place that outlives the machine."""

@@ -127,7 +127,10 @@ def ask(knob: str, repo: str, question: Callable[[], Answer]) -> Answer:
             raise SettingsError(
                 f"{knob}={repo!r}: no folder of that name, and no Hub id (owner/name)"
             ) from error
-        except (HfHubHTTPError, HTTPError, LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
+        except (
+            *(HfHubHTTPError, HTTPError, LocalEntryNotFoundError, ConnectionError, TimeoutError),
+            RuntimeError,  # what hf_xet raises
+        ) as error:
             reason = _refusal(knob, repo, error)
             if reason is not None:
                 raise SettingsError(reason) from error

@@ -122,9 +122,10 @@ class Scorer:
 
     def score(self, groups: Sequence[tuple[Row, Sequence[Reply]]]) -> list[list[Score]]:
         """Score groups of replies that were sampled already; one list of scores a group, in order."""
-        return self.run(self._score_all(groups))
+        return self.run(self.score_all(groups))
 
-    async def _score_all(self, groups: Sequence[tuple[Row, Sequence[Reply]]]) -> list[list[Score]]:
+    async def score_all(self, groups: Sequence[tuple[Row, Sequence[Reply]]]) -> list[list[Score]]:
+        """The same, for callers that are on the loop."""
         return await asyncio.gather(*(self._score_group(row, replies) for row, replies in groups))
 
     async def _score_group(self, row: Row, replies: Sequence[Reply]) -> list[Score]:

@@ -194,7 +194,7 @@ def test_without_a_model_it_is_skipped(getter: Callable[[], Any], reason: str, t
     listener = evaluation.Evaluations(settings, exam, publisher, MetricsStream(str))
     listener.get_trainer = getter
     state = SimpleNamespace(global_step=5, log_history=[])
-    listener.on_step_end(None, state, None)
+    listener.on_step_begin(None, state, None)
     assert publisher.beats == [
         {"stage": "rl_eval", "step": 5, "eval_split": "eval", "eval_skipped": True, "eval_reason": reason}
     ]

@@ -49,10 +49,10 @@ EXTRAS = {
     "sft_train_done": {"train_wall", "train_tokens", "generated_tokens", "step"},
     "done": {"step"},
 }
-# Twenty-one steps of eight rows: the trainer logs twice, each time after an evaluation. The checkpoint lands
+# Twenty-one steps of eight rows: the trainer logs twice, each time before an evaluation. The checkpoint lands
 # when it lands.
 STORY = ["boot", "sft_start", "model_prefetched", "sft_model_load"]
-STORY += ["sft_eval", "sft_step", "sft_eval", "sft_step", "sft_eval"]
+STORY += ["sft_step", "sft_eval", "sft_step", "sft_eval", "sft_eval"]
 STORY += ["sft_trained", "merged", "sft_train_done", "done"]
 
 

@@ -21,6 +21,7 @@ from training.conversations import Way, is_played, shows_tools
 from training.glue import renderer_for
 from training.history import MetricsStream
 from training.player import Player
+from training.random_streams import kept_random_state
 from training.rewards import reply
 from training.sampler import ModelSampler, Request, Sample
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 16
 LIMIT_S = 900.0
+TOO_LONG = f"not finished within {LIMIT_S:g} s"
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,11 @@ class Examiner:
             trainer.sampling_passes += 1
             self.scorer.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not finished within {LIMIT_S:g} s")
+                raise TimeoutError(TOO_LONG)
 
         sampler = ModelSampler(trainer, self.chat.cut_at, check)
-        with resting(trainer.model):
-            conversations = self._play(sampler) if self.player else self._answer(sampler)
+        with resting(trainer.model), kept_random_state():
+            conversations = self.scorer.run(self._within(deadline, sampler))
         failed = [one.score for one in conversations if one.score.reward is None]
         if len(failed) == len(conversations):
             raise NothingEvaluated(f"all {len(failed)} examples failed, such as: {failed[0].problem}")
@@ -129,35 +131,39 @@ class Examiner:
             )
         return conversations
 
-    def _play(self, sampler: ModelSampler) -> list[Conversation]:
+    async def _within(self, deadline: float, sampler: ModelSampler) -> list[Conversation]:
+        """Environments and judges, too, have only so long."""
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await (self._play(sampler) if self.player else self._answer(sampler))
+        except TimeoutError as error:
+            raise TimeoutError(TOO_LONG) from error
+
+    async def _play(self, sampler: ModelSampler) -> list[Conversation]:
         exam, player = self.exam, self.player
         assert player is not None
-        states = self.scorer.run(
-            player.play(
-                exam.rows,
-                sampler,
-                max_tokens=exam.turn_tokens,
-                temperature=0.0,
-                length=exam.length,
-                at_once=AT_ONCE,
-            )
+        states = await player.play(
+            exam.rows,
+            sampler,
+            max_tokens=exam.turn_tokens,
+            temperature=0.0,
+            length=exam.length,
+            at_once=AT_ONCE,
         )
-        scores = self.scorer.run(self._rate(states))
-        return [player.conversation(*one) for one in zip(exam.rows, states, scores, strict=True)]
+        pairs = [*zip(exam.rows, states, strict=True)]
+        rated = await asyncio.gather(*(self.scorer.rate(row, [state]) for row, state in pairs))
+        return [player.conversation(*pair, scores[0]) for pair, scores in zip(pairs, rated, strict=True)]
 
-    async def _rate(self, states: Sequence[Any]) -> list[Score]:
-        pairs = zip(self.exam.rows, states, strict=True)
-        return [(await self.scorer.rate(row, [state]))[0] for row, state in pairs]
-
-    def _answer(self, sampler: ModelSampler) -> list[Conversation]:
+    async def _answer(self, sampler: ModelSampler) -> list[Conversation]:
         exam, env = self.exam, self.exam.env
         prompts = [self.chat.render(env.prompt(row), env.tools(row)) for row in exam.rows]
-        samples = self.scorer.run(self._sample(sampler, prompts))
+        samples = await self._sample(sampler, prompts)
         replies = [
             reply(self.settings, self.chat, prompt, sample.ids, exam.turn_tokens)
             for prompt, sample in zip(prompts, samples, strict=True)
         ]
-        scored = self.scorer.score([(row, [one]) for row, one in zip(exam.rows, replies, strict=True)])
+        groups = [(row, [one]) for row, one in zip(exam.rows, replies, strict=True)]
+        scored = await self.scorer.score_all(groups)
         return [
             Conversation(env.prompt(row), [one.message], scores[0])
             for row, one, scores in zip(exam.rows, replies, scored, strict=True)
@@ -195,14 +201,18 @@ class Evaluations:
         self.conversations: list[Conversation] = []  # of the newest evaluation
         self.step, self.seconds = 0, 0.0
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Evaluate the step before, when it has been logged and saved: stopping here loses nothing of it."""
         if is_due(state.global_step, self.settings.eval_every_steps):
-            self.run(state)
+            self._once(state)
 
     def finish(self, state: Any) -> None:
-        """Evaluate the last step too, unless that was done."""
-        done = [one["step"] for one in state.log_history if "eval_split" in one]
-        if self.settings.eval_every_steps and state.global_step not in (0, *done):
+        """Evaluate the last step too."""
+        if self.settings.eval_every_steps and state.global_step:
+            self._once(state)
+
+    def _once(self, state: Any) -> None:
+        if state.global_step not in [one["step"] for one in state.log_history if "eval_split" in one]:
             self.run(state)
 
     def run(self, state: Any) -> None:
@@ -211,9 +221,10 @@ class Evaluations:
             return
         began, split = time.monotonic(), self.examiner.exam.split
         facts = {"eval_split": split, **self._evaluate(self.examiner)}
-        self.seconds += time.monotonic() - began
+        spent = time.monotonic() - began
+        self.seconds += spent
         self.step = state.global_step
-        self._log(state, facts)
+        self._log(state, facts, spent)
         files = self.stream.file(state.log_history)
         self.publisher.beat(f"{self.settings.mode}_eval", files, step=state.global_step, **facts)
 
@@ -221,40 +232,38 @@ class Evaluations:
         try:
             trainer = self.get_trainer()
         except Exception as error:  # noqa: BLE001 - see the module's text
-            return skipped(f"model getter failed: {error}")
+            return self._skipped(f"model getter failed: {error}")
         if trainer is None:
-            return skipped("no model available")
+            return self._skipped("no model available")
         try:
             self.conversations = examiner.examine(trainer)
         except Exception as error:  # noqa: BLE001 - see the module's text
-            return skipped(f"{type(error).__name__}: {error}")
+            return self._skipped(f"{type(error).__name__}: {error}")
         scores = [one.score for one in self.conversations]
         return summary(scores, examiner.pass_threshold, with_metrics=examiner.player is None)
 
-    def _log(self, state: Any, facts: dict[str, Any]) -> None:
+    def _skipped(self, reason: str) -> dict[str, Any]:
+        """What is told instead of figures; the log history is part of every checkpoint, so no secrets."""
+        reason = self.stream.redact(reason)
+        log.warning("evaluation skipped: %s", reason)
+        return {"eval_skipped": True, "eval_reason": reason}
+
+    def _log(self, state: Any, facts: dict[str, Any], spent: float) -> None:
         from transformers import Trainer
 
         if "eval_skipped" in facts:
             state.log_history.append({"step": state.global_step, **facts})
             return
-        numbers = {name: value for name, value in facts.items() if not isinstance(value, str)}
         trainer = self.get_trainer()
-        is_step_due = trainer.control.should_log
-        # The library's `log`, not TRL's, which would take what this training step is to report.
-        Trainer.log(trainer, numbers)
-        trainer.control.should_log = is_step_due  # or the library takes this for the step's own log
+        numbers = {name: value for name, value in facts.items() if not isinstance(value, str)}
+        Trainer.log(trainer, numbers)  # not TRL's own, which would take what the next step is to report
         state.log_history[-1].update(facts)
+        trainer.pause(spent)
 
 
 def is_due(step: int, every: int) -> bool:
     """Whether the cadence has come to an evaluation."""
     return every > 0 and step > 0 and step % every == 0
-
-
-def skipped(reason: str) -> dict[str, Any]:
-    """What is told instead of an evaluation."""
-    log.warning("evaluation skipped: %s", reason)
-    return {"eval_skipped": True, "eval_reason": reason}
 
 
 def summary(scores: Sequence[Score], pass_threshold: float, *, with_metrics: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ are mixins: inheriting from the library's here would import torch with this modu
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,20 @@ class InParts:
                 self.parts *= 2
                 release_memory(error, f"sampling {-(-len(rows) // self.parts)} sequences at once")
         return drawn
+
+
+@contextmanager
+def keeping_checkpointing(trainer: Any) -> Iterator[None]:
+    """Leave gradient checkpointing as it was; TRL 1.16 leaves it off when sampling fails.
+
+    To be removed when TRL's `unwrap_model_for_generation` restores it after an exception.
+    """
+    try:
+        yield
+    except BaseException:
+        if trainer.args.gradient_checkpointing:
+            trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+        raise
 
 
 def release_memory(error: BaseException, how: str) -> None:

@@ -20,6 +20,12 @@ class MeasuredTrainer:
         """Tokens trained on, without padding."""
         return self.state.num_input_tokens_seen
 
+    def pause(self: Any, seconds: float) -> None:
+        """Do not count these seconds as training."""
+        if self.measured_at is not None:
+            began, tokens = self.measured_at
+            self.measured_at = began + seconds, tokens
+
     def log(self: Any, logs: dict[str, Any], start_time: float | None = None) -> None:
         now, tokens = time.monotonic(), self.tokens_so_far
         if self.measured_at is not None:

@@ -6,6 +6,7 @@ from job.chat import Chat
 from job.settings import Settings
 from training.conversations import Way
 from training.engine import EngineProblem
+from training.fitting import keeping_checkpointing
 from training.preemption import interruptible
 from training.random_streams import by_epoch, sampler_seed, seeded
 from training.sampler import EngineSampler, ModelSampler
@@ -53,9 +54,14 @@ class PolicyTrainer:
         generate = super()._generate_single_turn  # type: ignore[misc]
         if self.settings.rl_use_vllm:
             return generate(prompt_ids, *args, **kwargs)
+
+        def sample(part: Any) -> Any:
+            with keeping_checkpointing(self):
+                return generate(part, *args, **kwargs)[0]
+
         seed = sampler_seed(self.args.seed, self.state.global_step, self.accelerator.process_index)
         with seeded(seed), interruptible(self.model, self.check):
-            ids = self.sampler.in_parts(prompt_ids, lambda part: generate(part, *args, **kwargs)[0])
+            ids = self.sampler.in_parts(prompt_ids, sample)
         return [self.chat.cut_at(one, self.settings.stop_sequences) for one in ids], None
 
     def _generate(self: Any, prompts: list[Any]) -> Any:

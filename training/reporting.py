@@ -73,7 +73,7 @@ class Reporter:
         )
 
     def _samples(self, step: int) -> tuple[list[Sample], str]:
-        if self.way is not None:
+        if self.way is not None and self.way.reward.conversations:
             return list(map(_sample, self.way.reward.conversations)), f"training step {step}"
         source = f"evaluation at step {self.evaluations.step}" if self.evaluations.conversations else ""
         return list(map(_sample, self.evaluations.conversations)), source

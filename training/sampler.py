@@ -11,9 +11,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from training.engine import PolicyEngine
-from training.fitting import InParts
+from training.fitting import InParts, keeping_checkpointing
 from training.preemption import interruptible
 from training.random_streams import sampler_seed, seeded
+
+# Said, because what is not said is taken from the model's own generation config.
+PLAIN: dict[str, Any] = {
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,23 @@ class Waiting:
                 if not future.done():
                     future.cancel()
 
+    @asynccontextmanager
+    async def served(self, abort: Callable[[list[str]], None] = lambda keys: None) -> AsyncIterator[None]:
+        """A session of a sampler; raises what sampling failed with, which else looks like a cancellation.
+
+        `abort` is given the keys of requests that were still on their way at its end.
+        """
+        cancelled = None
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            cancelled = error
+        finally:
+            abort(await self.close())
+        self.check()
+        if cancelled is not None:
+            raise cancelled
+
     async def close(self) -> list[str]:
         """Stop serving; returns the keys of requests that were still on their way."""
         left = list(self.futures)
@@ -110,13 +136,12 @@ class EngineSampler:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
         with self.engine.awake(), self.engine.seeded():
-            try:
+            async with self.waiting.served(self._abort):
                 yield
-            finally:
-                left = await self.waiting.close()
-                if left:
-                    self.engine.llm.llm_engine.abort_request(left)
-        self.waiting.check()
+
+    def _abort(self, keys: list[str]) -> None:
+        if keys:
+            self.engine.llm.llm_engine.abort_request(keys)
 
     async def sample(self, request: Request) -> Sample:
         key, future = self.waiting.add(request)
@@ -125,7 +150,7 @@ class EngineSampler:
             return await future
         finally:  # refused by the engine, or nobody waits for it any more
             if self.waiting.futures.pop(key, None):
-                self.engine.llm.llm_engine.abort_request([key])
+                self._abort([key])
 
     def _step(self) -> None:
         for out in self.engine.llm.llm_engine.step():
@@ -156,11 +181,8 @@ class ModelSampler:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
         self.batches = 0  # of this step, whose random streams a resumed run draws again
-        try:
+        async with self.waiting.served():
             yield
-        finally:
-            await self.waiting.close()
-        self.waiting.check()
 
     async def sample(self, request: Request) -> Sample:
         key, future = self.waiting.add(request)
@@ -201,6 +223,7 @@ class ModelSampler:
             temperature=1.0,
             top_p=1.0,
             top_k=0,
+            **PLAIN,
             pad_token_id=pad,
             eos_token_id=list(requests[0].stop_ids),
             disable_compile=True,
@@ -210,7 +233,12 @@ class ModelSampler:
         with (
             torch.no_grad(),
             seeded(seed + self.batches),
-            unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model,
+            keeping_checkpointing(trainer),
+            unwrap_model_for_generation(
+                trainer.model_wrapped,
+                trainer.accelerator,
+                gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+            ) as model,
             interruptible(model, self.check),
         ):
             device = trainer.accelerator.device

@@ -54,14 +54,14 @@ class Trackers:
 
     def _guard(self, name: str, tracker: Any, location: str, resumed: bool) -> None:
         """Replace a callback's methods by ones that give up for good when the tracker fails."""
-        lost = False
+        lost, begun = False, False
         begin = tracker.on_train_begin
 
         def safely(event: Callable[..., Any]) -> Callable[..., None]:
             def call(*args: Any, **kwargs: Any) -> None:
                 nonlocal lost
                 try:
-                    if not lost:
+                    if not lost and (begun or event is opened):  # a run that is at its target never begins
                         event(*args, **kwargs)
                 except Exception as error:  # noqa: BLE001 - a service's, of any of four libraries
                     lost = True
@@ -70,6 +70,8 @@ class Trackers:
             return call
 
         def opened(args: Any, *more: Any, **kwargs: Any) -> None:
+            nonlocal begun
+            begun = True
             if name == "wandb":
                 open_wandb(args, location, resumed)
             elif name == "trackio":
