@@ -199,3 +199,34 @@ def test_without_a_model_it_is_skipped(getter: Callable[[], Any], reason: str, t
         {"stage": "rl_eval", "step": 5, "eval_split": "eval", "eval_skipped": True, "eval_reason": reason}
     ]
     assert state.log_history[0]["eval_reason"] == reason
+
+
+@pytest.mark.parametrize("environment", ["toy-splits", "toy-turns"])
+def test_an_evaluation_that_fails_or_takes_too_long_costs_itself_only(
+    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, environment: str
+) -> None:
+    def overflow(*_: Any) -> Any:
+        raise RuntimeError("the card fell off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "LIMIT_S", 0.0)
+        (late,) = run(environment, AUTOSLM_EVAL_EVERY_STEPS=8).evaluations
+    monkeypatch.setattr("training.sampler.ModelSampler._sample", overflow)
+    (failed,) = run(environment, AUTOSLM_EVAL_EVERY_STEPS=8).evaluations
+    assert late["eval_reason"].startswith("TimeoutError: not finished within")
+    assert "the card fell off" in failed["eval_reason"]
+
+
+def test_sampling_with_an_adapter_can_stop_before_every_token(tiny_model: Path) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from training.preemption import interruptible
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model = get_peft_model(base, LoraConfig(target_modules="all-linear"))
+    calls: list[int] = []
+    with interruptible(model, lambda: calls.append(1)):
+        model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4)
+    assert len(calls) == 4
