@@ -82,35 +82,39 @@ def catalog_model(model_id: str) -> CatalogModel:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card as the market names it; the price is a rough on-demand one, an estimate and never a bill."""
+    """A card as the market names it; the price is a rough on-demand one, an estimate and never a bill.
+
+    `tflops` are those of dense bf16 matrices with float32 accumulation, from the makers' data sheets.
+    """
 
     type: str
     memory_gb: int
     usd_per_hour: float
+    tflops: int
     also: tuple[str, ...] = ()  # other names, beyond spelling
 
 
 _GPUS = (
-    Gpu("RTX 3090", 24, 0.46),
-    Gpu("RTX 4090", 24, 0.69),
-    Gpu("RTX 5090", 32, 0.94),
-    Gpu("RTX A4000", 16, 0.25),
-    Gpu("RTX A4500", 20, 0.25),
-    Gpu("RTX A5000", 24, 0.27),
-    Gpu("RTX A6000", 48, 0.49, ("A6000",)),
-    Gpu("RTX 6000 Ada", 48, 0.77),
-    Gpu("RTX PRO 6000", 96, 1.84, ("RTX PRO 6000 WK", "RTX PRO 6000 MaxQ")),
-    Gpu("L4", 24, 0.43),
-    Gpu("L40", 48, 0.99),
-    Gpu("L40S", 48, 0.86),
-    Gpu("A40", 48, 0.40),
-    Gpu("A100 80GB PCIe", 80, 1.39, ("A100 PCIe",)),
-    Gpu("A100 SXM", 80, 1.49, ("A100 80GB", "A100 80GB SXM", "A100 SXM4 80GB")),
-    Gpu("H100 PCIe", 80, 2.39, ("H100 80GB PCIe",)),
-    Gpu("H100 SXM", 80, 2.99, ("H100", "H100 80GB", "H100 80GB HBM3", "H100 SXM5", "H100 80GB SXM")),
-    Gpu("H100 NVL", 94, 3.07),
-    Gpu("H200", 141, 3.99, ("H200 SXM",)),
-    Gpu("B200", 180, 5.98),
+    Gpu("RTX 3090", 24, 0.46, 71),
+    Gpu("RTX 4090", 24, 0.69, 165),
+    Gpu("RTX 5090", 32, 0.94, 209),
+    Gpu("RTX A4000", 16, 0.25, 77),
+    Gpu("RTX A4500", 20, 0.25, 95),
+    Gpu("RTX A5000", 24, 0.27, 111),
+    Gpu("RTX A6000", 48, 0.49, 155, ("A6000",)),
+    Gpu("RTX 6000 Ada", 48, 0.77, 364),
+    Gpu("RTX PRO 6000", 96, 1.84, 504, ("RTX PRO 6000 WK", "RTX PRO 6000 MaxQ")),
+    Gpu("L4", 24, 0.43, 121),
+    Gpu("L40", 48, 0.99, 181),
+    Gpu("L40S", 48, 0.86, 362),
+    Gpu("A40", 48, 0.40, 150),
+    Gpu("A100 80GB PCIe", 80, 1.39, 312, ("A100 PCIe",)),
+    Gpu("A100 SXM", 80, 1.49, 312, ("A100 80GB", "A100 80GB SXM", "A100 SXM4 80GB")),
+    Gpu("H100 PCIe", 80, 2.39, 756, ("H100 80GB PCIe",)),
+    Gpu("H100 SXM", 80, 2.99, 989, ("H100", "H100 80GB", "H100 80GB HBM3", "H100 SXM5", "H100 80GB SXM")),
+    Gpu("H100 NVL", 94, 3.07, 835),
+    Gpu("H200", 141, 3.99, 989, ("H200 SXM",)),
+    Gpu("B200", 180, 5.98, 2250),
 )
 GPUS: Mapping[str, Gpu] = MappingProxyType({one.type: one for one in _GPUS})
 _GPU_NOISE = re.compile(
@@ -299,7 +303,7 @@ class CardNeed:
         """Why `card` will not do, in one line; None when it may."""
         if found_bytes >= self.card_bytes:
             return None
-        choices = " or ".join(("rent a larger card", *(f"set {one}" for one in self.knobs)))
+        choices = ", or ".join(("rent a larger card", *(f"set {one}" for one in self.knobs)))
         return (
             f"{card} has {found_bytes / 2**30:.1f} GiB of memory, {self.job} needs"
             f" {self.card_bytes / 2**30:.1f} GiB; {choices}"

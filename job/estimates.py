@@ -2,24 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import recipe
 from job.model_size import ModelSize, model_size
 from job.settings import Settings
-from job.weights import DTYPE_BYTES, WeightsPlan
+from job.weights import DTYPE_BYTES, WeightsPlan, card_need
 from recipe import Batch, Gpu
 
-# Dense bf16 matrix TFLOPS with float32 accumulation, from the makers' data sheets.
-TFLOPS: Mapping[str, float] = MappingProxyType(
-    {
-        **{"RTX 3090": 71, "RTX 4090": 165, "RTX 5090": 209, "RTX A4000": 77, "RTX A4500": 95},
-        **{"RTX A5000": 111, "RTX A6000": 155, "RTX 6000 Ada": 364, "RTX PRO 6000": 504, "L4": 121},
-        **{"L40": 181, "L40S": 362, "A40": 150, "A100 80GB PCIe": 312, "A100 SXM": 312},
-        **{"H100 PCIe": 756, "H100 SXM": 989, "H100 NVL": 835, "H200": 989, "B200": 2250},
-    }
-)
-TRAINING_SHARE, SAMPLING_SHARE = 0.30, 0.10  # of TFLOPS; sampling waits for memory
+TRAINING_SHARE, SAMPLING_SHARE = 0.30, 0.10  # of the card's TFLOPS; sampling waits for memory
 ADAPTER_BYTES = 16  # float32: weight, gradient and Adam's two moments
 CHECKPOINT_BYTES = 12  # float32: weight and Adam's two moments
 CHECKPOINTS_ON_DISK = 4  # two of the trainer's, one on its way to the store, one resumed from
@@ -145,26 +135,31 @@ def _engine_bytes(settings: Settings, plan: WeightsPlan, batch: Batch, own: floa
 
 
 def _weights_bytes(plan: WeightsPlan, size: ModelSize) -> float:
-    return size.weights_bytes(DTYPE_BYTES[plan.dtype], four_bit=plan.four_bit)
+    return plan.weights_bytes or size.weights_bytes(DTYPE_BYTES[plan.dtype], four_bit=plan.four_bit)
 
 
 def disk_gb(settings: Settings, plan: WeightsPlan, size: ModelSize) -> float:
-    """GB: weights + 4 checkpoints of 12 B * adapter + merged weights; the image is not counted."""
-    stored = size.weights_bytes(2, four_bit=plan.is_quantised)
+    """GB: weights + 4 checkpoints of 12 B * adapter + what merging takes; the image is not counted.
+
+    Merging takes the merged weights, again in a folder store, and the base where others were trained on.
+    """
+    stored = 0 if plan.is_local else size.weights_bytes(2, four_bit=plan.is_quantised)
     checkpoint = CHECKPOINT_BYTES * size.lora(settings.lora_rank, settings.lora_targets)
-    merged = size.params * DTYPE_BYTES[plan.dtype] if settings.merge else 0
-    return ((0 if plan.is_local else stored) + CHECKPOINTS_ON_DISK * checkpoint + merged) / GB
+    whole = 0
+    if settings.merge:
+        fetched = plan.source != plan.base and not plan.unquantised().is_local
+        whole = 1 + (not settings.hf_repo) + fetched
+    return (stored + CHECKPOINTS_ON_DISK * checkpoint + whole * size.params * DTYPE_BYTES["bfloat16"]) / GB
 
 
-def hours(size: ModelSize, todo: Work, card: Gpu | None, processes: int = 1) -> float | None:
+def hours(size: ModelSize, todo: Work, card: Gpu | None, processes: int) -> float | None:
     """0.15 h + (6 * params * trained / 30 % + 2 * params * generated / 10 %) / (FLOPS * processes)."""
-    peak = next((TFLOPS[name] for name, one in recipe.GPUS.items() if one is card and name in TFLOPS), None)
-    if peak is None:
+    if card is None:
         return None
     flop = size.active * (
         6 * todo.trained_tokens / TRAINING_SHARE + 2 * todo.generated_tokens / SAMPLING_SHARE
     )
-    return SETUP_HOURS + flop / (peak * 1e12 * processes) / 3600
+    return SETUP_HOURS + flop / (card.tflops * 1e12 * processes) / 3600
 
 
 # --- what is worth a second look ----------------------------------------------------------------------------
@@ -177,7 +172,7 @@ def data_warnings(settings: Settings, rows: Data, todo: Work) -> list[str]:
         found.append(f"only {todo.steps} optimizer steps: little will be learnt; raise epochs or steps")
     if todo.passes > MANY_PASSES:
         found.append(
-            f"the run passes {todo.passes:.0f} times over its {len(rows.lengths)} rows: it may overfit"
+            f"the run makes {todo.passes:.0f} passes over its {len(rows.lengths)} rows: it may overfit"
         )
     if settings.save_steps >= todo.steps:
         found.append(
@@ -217,7 +212,7 @@ def _rl_warnings(settings: Settings, rows: Data) -> list[str]:
     return found
 
 
-def machine_warnings(settings: Settings, needs: Machine) -> list[str]:
+def machine_warnings(settings: Settings, plan: WeightsPlan, needs: Machine) -> list[str]:
     """What of the machine that `gpu` asks for does not fit the job."""
     if settings.device == "cpu":
         return []
@@ -226,12 +221,10 @@ def machine_warnings(settings: Settings, needs: Machine) -> list[str]:
     if card is None:
         known = ", ".join(recipe.GPUS)
         return [f"gpu.type={wanted.type!r} is not a card known here, which are {known}: no time, no cost"]
-    found, least = [], entry.required_vram_gb(settings.job.algorithm)
-    if least > card.memory_gb:
-        found.append(
-            f"gpu.type={wanted.type} has {card.memory_gb} GB: the run refuses less than {least} GB for"
-            f" {entry.model_id}"
-        )
+    found = []
+    refusal = card_need(settings, plan).refusal(f"gpu.type={wanted.type}", card.memory_gb * 2**30)
+    if refusal:
+        found.append(refusal)
     elif needs.total_gb > FULL_SHARE * card.memory_gb:
         smaller = "" if settings.quant == "4bit-qlora" else ", or set AUTOSLM_QUANT=4bit-qlora"
         found.append(
@@ -244,7 +237,7 @@ def machine_warnings(settings: Settings, needs: Machine) -> list[str]:
     limit_hours = wanted.max_wall_seconds / 3600
     if needs.hours is not None and needs.hours > limit_hours:
         found.append(
-            f"gpu.max_wall_seconds={wanted.max_wall_seconds} are {limit_hours:.1f} hours, the job may need"
+            f"gpu.max_wall_seconds={wanted.max_wall_seconds} is {limit_hours:.1f} hours, the job may need"
             f" {needs.hours:.1f}"
         )
     return found

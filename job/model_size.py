@@ -6,6 +6,7 @@ from typing import Any
 
 from job import experts
 
+FOUR_BITS_BYTES = 0.516  # of a parameter, with its share of the scales
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -60,9 +61,9 @@ class ModelSize:
         return sum(rank * (one.rows + one.columns) * one.count for one in wanted)
 
     def weights_bytes(self, dtype_bytes: int, *, four_bit: bool) -> float:
-        """dtype bytes per parameter; in the 4-bit tier 0.53 of layers and experts (NF4 and its constants)."""
+        """dtype bytes per parameter; in the 4-bit tier those of NF4 for layers and experts."""
         small = sum(one.params for one in self.linears) if four_bit else 0
-        return (self.params - small) * dtype_bytes + small * 0.53
+        return (self.params - small) * dtype_bytes + small * FOUR_BITS_BYTES
 
 
 def _last_names(targets: str | tuple[str, ...]) -> set[str]:

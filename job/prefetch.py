@@ -14,8 +14,6 @@ from job.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 
-WEIGHT_FILES = (".safetensors", ".bin")
-
 
 class Prefetch:
     """A download on a thread of its own; a failure only warns: loading decides."""
@@ -48,16 +46,13 @@ class Prefetch:
 
 
 def downloads(origin: Origin, settings: Settings) -> list[Origin]:
-    """What the cache has to hold: the weights, and to merge, the unquantised ones; folders aside."""
-    wanted = [origin]
-    if settings.merge and origin.base != origin.source:
-        wanted.append(unquantised(origin))
-    return [one for one in wanted if not one.is_local]
+    """What the cache has to hold: `loaded`, folders aside."""
+    return [one for one in loaded(origin, settings) if not one.is_local]
 
 
-def unquantised(origin: Origin) -> Origin:
-    """Where the weights come from that an adapter is merged into: the model's own."""
-    return Origin(origin.base, origin.base, origin.base_commit, origin.base_commit)
+def loaded(origin: Origin, settings: Settings) -> list[Origin]:
+    """The weights that are trained on and, to merge, the unquantised ones."""
+    return [origin, *([origin.unquantised()] if settings.merge and origin.base != origin.source else [])]
 
 
 def check_room(origin: Origin, settings: Settings, files: Sequence[RepoFile]) -> None:
@@ -67,11 +62,10 @@ def check_room(origin: Origin, settings: Settings, files: Sequence[RepoFile]) ->
     """
     from huggingface_hub import constants
 
-    cache, plain = Path(constants.HF_HUB_CACHE), files
-    missing = missing_bytes(origin, files, cache)
-    if settings.merge and origin.base != origin.source:
-        plain = repository.files(settings, unquantised(origin))
-        missing += missing_bytes(unquantised(origin), plain, cache)
+    cache, missing, found = Path(constants.HF_HUB_CACHE), 0, files
+    for one in loaded(origin, settings):
+        found = files if one is origin else repository.files(settings, one)
+        missing += missing_bytes(one, found, cache)
     free = _free(cache)
     if missing > free:
         raise SettingsError(
@@ -79,7 +73,7 @@ def check_room(origin: Origin, settings: Settings, files: Sequence[RepoFile]) ->
             f" {missing / 1e9:.1f} GB more; set it to a larger volume, or raise JobSpec gpu.disk_gb"
         )
     if settings.merge:
-        check_room_to_merge(settings, cache, missing, weight_bytes(plain))
+        check_room_to_merge(settings, cache, missing, repository.weights_bytes(found))
 
 
 def check_room_to_merge(settings: Settings, cache: Path, missing: int, merged: int) -> None:
@@ -104,11 +98,6 @@ def _free(folder: Path) -> int:
 
 def _existing(folder: Path) -> Path:
     return next(one for one in (folder, *folder.absolute().parents) if one.is_dir())
-
-
-def weight_bytes(files: Iterable[RepoFile]) -> int:
-    """Bytes of the weights among a repository's files, which those of the merged ones never exceed."""
-    return sum(one.size for one in files if one.name.endswith(WEIGHT_FILES) and "/" not in one.name)
 
 
 def missing_bytes(origin: Origin, files: Iterable[RepoFile], cache: Path) -> int:

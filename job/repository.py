@@ -4,9 +4,9 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from job.settings import Settings, SettingsError
 
@@ -45,6 +45,10 @@ class Origin:
     def source_knob(self) -> str:
         """The setting that names the weights."""
         return "JobSpec model" if self.source == self.base else "AUTOSLM_QUANT_REPO"
+
+    def unquantised(self) -> Self:
+        """Where the weights come from that an adapter is merged into: the model's own."""
+        return replace(self, source=self.base, commit=self.base_commit)
 
 
 @dataclass(frozen=True)
@@ -136,9 +140,9 @@ def ask(knob: str, repo: str, question: Callable[[], Answer]) -> Answer:
                 raise SettingsError(reason) from error
             if pause is None or _is_offline(error):
                 raise ModelUnreachable(
-                    f"{knob}={repo!r}: the Hub cannot be asked for it ({_brief(error)})"
+                    f"{knob}={repo!r}: the Hub cannot be asked for it ({brief(error)})"
                 ) from error
-            log.warning("the Hub cannot be asked for %s, trying again: %s", repo, _brief(error))
+            log.warning("the Hub cannot be asked for %s, trying again: %s", repo, brief(error))
             time.sleep(pause)
     raise AssertionError("the last pause is None")
 
@@ -172,7 +176,7 @@ def _refusal(knob: str, repo: str, error: BaseException) -> str | None:
     status = error.response.status_code
     if status >= 500 or status in BUSY_STATUS:
         return None
-    return f"{knob}={repo!r}: the Hub answers {status} ({_brief(error)}); check name and token (HF_TOKEN)"
+    return f"{knob}={repo!r}: the Hub answers {status} ({brief(error)}); check name and token (HF_TOKEN)"
 
 
 def _is_offline(error: BaseException) -> bool:
@@ -188,7 +192,8 @@ def _cause(error: BaseException) -> BaseException:
     return error.__cause__ or error if isinstance(error, LocalEntryNotFoundError) else error
 
 
-def _brief(error: BaseException) -> str:
+def brief(error: BaseException) -> str:
+    """An error's text on one line, cut when long."""
     return " ".join(str(error).split())[:300]
 
 

@@ -4,20 +4,19 @@ import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import recipe
 from job import experts, repository
+from job.model_size import FOUR_BITS_BYTES
 from job.repository import IGNORED_FILES, Origin, RepoFile
 from job.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 
 FAST_KERNELS = "flash-linear-attention==0.6.0"
-FLOAT32_BYTES = 4
-DTYPE_BYTES = {"float32": FLOAT32_BYTES, "bfloat16": 2, "float16": 2}
-FOUR_BITS_BYTES = 0.516  # of a parameter, with its share of the scales
+DTYPE_BYTES = {"float32": recipe.FLOAT32_BYTES, "bfloat16": 2, "float16": 2}
 MULTIMODAL_TYPES = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_6"})
 # A text-only engine rejects an adapter on any of these. A pattern, as peft's list form only matches suffixes.
 EXCLUDED_MODULES = r"(.*\.)?(visual|vision_tower|multi_modal_projector|mtp)(\..*)?"
@@ -59,6 +58,10 @@ class WeightsPlan(Origin):
     @property
     def is_multimodal(self) -> bool:
         return self.model_type in MULTIMODAL_TYPES
+
+    def unquantised(self) -> Self:
+        """The plan of the weights that are merged into: the model's own, in bfloat16."""
+        return replace(super().unquantised(), dtype="bfloat16", four_bit=False, is_quantised=False)
 
     def folder(self, settings: Settings) -> str:
         """The folder that holds the weights at the recorded commit; ModelUnreachable when it cannot be had.
@@ -264,7 +267,7 @@ def engine_bytes(text: Any, dtype_bytes: int) -> tuple[int, int]:
     key, value = facts["linear_key_head_dim"], facts["linear_value_head_dim"]
     key_heads, value_heads = facts["linear_num_key_heads"], facts["linear_num_value_heads"]
     convolved = (2 * key_heads * key + value_heads * value) * facts["linear_conv_kernel_dim"]
-    state = FLOAT32_BYTES * (value_heads * key * value + convolved)
+    state = recipe.FLOAT32_BYTES * (value_heads * key * value + convolved)
     linear = facts["layer_types"].count("linear_attention")
     return (text.num_hidden_layers - linear) * kept, text.num_hidden_layers * state
 
@@ -278,5 +281,5 @@ def _config(settings: Settings, origin: Origin) -> Any:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise SettingsError(
-            f"{knob}={source!r}: its configuration cannot be read ({' '.join(str(error).split())[:300]})"
+            f"{knob}={source!r}: its configuration cannot be read ({repository.brief(error)})"
         ) from error

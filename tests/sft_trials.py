@@ -110,7 +110,7 @@ def check_merged(trial: Any, adapter: Path, folder: Path) -> None:
     assert {name: one.shape for name, one in before.items()} == {
         name: one.shape for name, one in after.items()
     }
-    fresh = merging.unquantised(trial.plan)
+    fresh = trial.plan.unquantised()
     rounded = fresh.load(trial.settings).float()
     base = logits(rounded)
     exact = logits(PeftModel.from_pretrained(rounded, str(adapter)))

@@ -271,7 +271,7 @@ def test_a_card_that_is_too_small_for_the_job_is_refused(plug_in, needed_gib, fi
         wait_for_gpu("cuda", need=need)
     assert str(caught.value) == (
         "GPU never became ready: NVIDIA L4 has 23.6 GiB of memory, acme/b in bf16 needs 32.0 GiB;"
-        " rent a larger card or set AUTOSLM_QUANT=4bit-qlora or set RL_USE_VLLM=0"
+        " rent a larger card, or set AUTOSLM_QUANT=4bit-qlora, or set RL_USE_VLLM=0"
     )
     wait_for_gpu("cpu", need=need)
 

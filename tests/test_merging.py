@@ -29,4 +29,4 @@ def test_weights_that_are_4_bit_themselves_are_refused():
 
 def test_an_adapter_goes_into_the_models_own_weights_in_bfloat16():
     plan = replace(PLAN, source="quantised", commit="c1", base_commit="c0", four_bit=True, is_quantised=True)
-    assert merging.unquantised(plan) == replace(PLAN, commit="c0", base_commit="c0", dtype="bfloat16")
+    assert plan.unquantised() == replace(PLAN, commit="c0", base_commit="c0", dtype="bfloat16")

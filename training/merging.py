@@ -4,7 +4,6 @@ The base in the trainer's memory is never touched; a 4-bit run's adapter goes in
 quantised, as they were before.
 """
 
-import dataclasses
 import gc
 import logging
 import shutil
@@ -28,18 +27,6 @@ def check(settings: Settings, plan: WeightsPlan) -> None:
         )
 
 
-def unquantised(plan: WeightsPlan) -> WeightsPlan:
-    """The plan of the weights that are merged into: the model's own, in bfloat16."""
-    return dataclasses.replace(
-        plan,
-        source=plan.base,
-        commit=plan.base_commit,
-        dtype="bfloat16",
-        four_bit=False,
-        is_quantised=False,
-    )
-
-
 def merge(settings: Settings, plan: WeightsPlan, tokenizer: Any, adapter: Path, folder: Path) -> None:
     """Write base + adapter in bfloat16 to `folder`, as a checkpoint that loads like the base did.
 
@@ -47,7 +34,7 @@ def merge(settings: Settings, plan: WeightsPlan, tokenizer: Any, adapter: Path, 
     """
     from peft import PeftModel
 
-    plan = unquantised(plan)
+    plan = plan.unquantised()
     shutil.rmtree(folder, ignore_errors=True)
     base = plan.load(settings.model_copy(update={"sft_packing": False}))  # its attention needs a GPU
     model = PeftModel.from_pretrained(base, str(adapter), torch_device="cpu")

@@ -12,7 +12,7 @@ from training import inputs
 
 
 def rehearse(env: MutableMapping[str, str], out: TextIO) -> None:
-    """Do it, and write what everything resolves to, and will take."""
+    """Resolve everything, and write what it is and what it will take."""
     identity, problem = identify(env)
     if problem is not None:
         raise problem
@@ -34,5 +34,5 @@ def rehearse(env: MutableMapping[str, str], out: TextIO) -> None:
     cli.print_facts(job.metrics.notes, batch, found, todo, out)
     cli.print_machine(settings, needs, out)
     odd = estimates.data_warnings(settings, found, todo)
-    odd += estimates.machine_warnings(settings, needs) if needs else []
+    odd += estimates.machine_warnings(settings, job.plan, needs) if needs else []
     cli.print_warnings([redact(one) for one in [*heard.messages, *odd]], out)
