@@ -5,6 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from delivery import report
+from delivery.curves import MEASURE
+from delivery.markdown import is_number, table
+
 METHODS = {"sft": "supervised fine-tuning", "rl": "GRPO"}
 QUESTION = '[{"role": "user", "content": "Hello!"}]'
 LICENSE_FIELDS = ("license", "license_name", "license_link")
@@ -75,25 +79,19 @@ def introduction(facts: Facts) -> str:
 
 
 def training(facts: Facts) -> str:
-    """Settings and figures of the run, and where its loss or reward began and ended."""
-    shown = {**facts.training}
-    key = "loss" if facts.mode == "sft" else "reward"
-    values = [one[key] for one in facts.history if one.get(key) is not None]
-    if values:
-        shown |= {f"first logged {key}": number(values[0]), f"last logged {key}": number(values[-1])}
+    """Settings and figures of the run, and how its loss or reward moved."""
+    key, title = MEASURE[facts.mode]
+    shown = {name: str(value) for name, value in facts.training.items()}
+    if moved := report.trend(report.values(facts.history, key)):
+        shown[title] = moved
     shown["libraries"] = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    return "## Training\n\n" + table(("", ""), list(shown.items()))
+    return "## Training\n\n" + table(("", ""), shown.items())
 
 
 def evaluation(facts: Facts) -> str:
-    """One row per mid-run evaluation, with the environment's own metrics."""
-    found = [one for one in facts.history if one.get("eval_reward") is not None]
-    if not found:
-        return "## Evaluation\n\nNone was made."
-    metrics = sorted({name for one in found for name in one if name.startswith("eval_metric_")})
-    names = ["step", "eval_split", "eval_n", "eval_reward", "eval_pass_rate", *metrics]
-    header = [name.removeprefix("eval_").removeprefix("metric_").replace("_", " ") for name in names]
-    return "## Evaluation\n\n" + table(header, [[number(one.get(name)) for name in names] for one in found])
+    """The report's table of evaluations, without those that were skipped."""
+    made = [one for one in facts.history if is_number(one.get("eval_reward"))]
+    return report.evaluations(made) or "## Evaluation\n\nNone was made."
 
 
 def usage(facts: Facts) -> str:
@@ -172,16 +170,3 @@ adapter = f"{{runs}}/{facts.adapter}\""""
 
 def revision(facts: Facts) -> str:
     return f", revision={facts.revision!r}" if facts.revision else ""
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
-
-
-def number(value: Any) -> str:
-    """A figure as people read it; nothing for one that is missing."""
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

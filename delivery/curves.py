@@ -9,6 +9,7 @@ from typing import Any
 from delivery.markdown import is_number
 
 SCORE, EVALUATED = "score/", "eval_"
+MEASURE = {"sft": ("loss", "Loss"), "rl": ("reward", "Mean reward")}  # of a mode: key and title
 EVALUATION = {"eval_reward": "mean reward", "eval_pass_rate": "pass rate"}
 MOST_CURVES = 8  # in one panel
 FEW_POINTS = 40  # up to here every point is marked
@@ -37,13 +38,13 @@ class Panel:
     from_zero: bool = False
 
 
-def curve(lines: Sequence[Mapping[str, Any]], key: str, name: str = "") -> Curve | None:
-    """The values of one key; None when there is not a single number."""
+def curve(lines: Sequence[Mapping[str, Any]], key: str, name: str) -> Curve | None:
+    """The values of one key, under a name; None when there is not a single number."""
     found = [(int(one["step"]), one[key]) for one in lines if key in one and is_number(one.get("step"))]
     if not any(is_number(value) for _, value in found):
         return None
     values = tuple(float(value) if is_number(value) else math.nan for _, value in found)
-    return Curve(name or key, tuple(step for step, _ in found), values)
+    return Curve(name, tuple(step for step, _ in found), values)
 
 
 def panels(lines: Sequence[Mapping[str, Any]], mode: str) -> list[Panel]:
@@ -51,7 +52,7 @@ def panels(lines: Sequence[Mapping[str, Any]], mode: str) -> list[Panel]:
     keys = {key for one in lines for key in one}
     scores = {key: key.removeprefix(SCORE) for key in sorted(keys) if key.startswith(SCORE)}
     truncated = "rollout/truncated" if "rollout/truncated" in keys else "completions/clipped_ratio"
-    main, title = {"sft": ("loss", "Loss"), "rl": ("reward", "Mean reward")}[mode]
+    main, title = MEASURE[mode]
 
     def of(title: str, *names: str, **style: bool) -> Panel:
         return Panel(

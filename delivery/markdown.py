@@ -9,10 +9,10 @@ NOTHING = "-"
 LONGEST_CODE = 500  # characters
 
 
-def fence(text: str, language: str = "") -> str:
+def fence(text: str) -> str:
     """A block that shows the text as it is, whatever it holds."""
     ticks = "`" * max(3, 1 + _longest_run(text))
-    return f"{ticks}{language}\n{text}\n{ticks}"
+    return f"{ticks}\n{text}\n{ticks}"
 
 
 def code(text: str) -> str:

@@ -1,9 +1,10 @@
 """How far a run is and how it went, as its beats tell."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from delivery.markdown import is_number
 
 UPLOADING = "uploading"  # no beat: what the publisher says when a required upload begins
 BEGINS = {
@@ -28,7 +29,7 @@ SMOOTHED_STEPS = 5  # the reward of one step says little
 
 @dataclass
 class Progress:
-    """What the beats of one attempt said; `seconds` are wall-clock, by phase."""
+    """What the beats of one attempt said; `seconds` are wall-clock, by phase, until the last beat."""
 
     prefix: str
     location: str
@@ -53,7 +54,7 @@ class Progress:
         if stage in MEASURES:
             self.steps, self.measure = extras.get("steps") or 0, MEASURES[stage]
             value = extras.get(self.measure)
-            if isinstance(value, int | float) and math.isfinite(value):
+            if is_number(value):
                 self.values.append(value)
         elif stage in ("sft_eval", "rl_eval"):
             self.evaluation = extras
@@ -62,10 +63,16 @@ class Progress:
         self._end(stage, extras)
 
     def _enter(self, phase: str, now: float) -> None:
-        """Account for the time since the last beat, and go on to `phase`; a finished run has none."""
-        if self.phase and not self.is_over:
-            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.began
+        """Account for the time since the last beat, and go on to `phase`."""
+        self.seconds = self.spent(now)
         self.phase, self.began = phase, now
+
+    def spent(self, now: float) -> dict[str, float]:
+        """Seconds by phase until `now`, those of the current one included; a finished run has no more."""
+        found = dict(self.seconds)
+        if self.phase and not self.is_over:
+            found[self.phase] = found.get(self.phase, 0.0) + now - self.began
+        return found
 
     def _end(self, stage: str, extras: Mapping[str, Any]) -> None:
         if stage == "preempting":
@@ -110,10 +117,10 @@ class Progress:
         if not said:
             return ""
         if said.get("eval_skipped"):
-            return f"skipped at step {said.get('step')}: {said.get('eval_reason')}"
-        rows = f"{said.get('eval_n')} rows of the {said.get('eval_split', 'eval')} split"
-        reward, passed = said.get("eval_reward"), said.get("eval_pass_rate")
-        return f"reward {_figure(reward)}, pass rate {_figure(passed)} at step {said.get('step')} ({rows})"
+            return f"skipped at step {said['step']}: {said['eval_reason']}"
+        rows = f"{said['eval_n']} rows of the {said['eval_split']} split"
+        figures = f"reward {said['eval_reward']:.3f}, pass rate {said['eval_pass_rate']:.3f}"
+        return f"{figures} at step {said['step']} ({rows})"
 
     def _speed(self) -> str:
         wall = self.counted.get("train_wall")
@@ -122,7 +129,3 @@ class Progress:
         generated, trained = self.counted["generated_tokens"], self.counted["train_tokens"]
         tokens, what = (generated, "generated") if generated else (trained, "trained on")
         return f"{tokens / wall:,.0f} tokens/s ({tokens:,} {what} in {wall:.0f} s of training)"
-
-
-def _figure(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, int | float) else "none"

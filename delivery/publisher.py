@@ -62,12 +62,11 @@ class Publisher:
         sleep: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`header` (run_id, mode, seed, attempt) is in every beat, `told` hears of all; wall-clock s."""
+        """`header` (run_id, mode, seed, attempt) is in every beat; `told` is called with each; seconds are wall-clock."""
         self.store, self.header, self.heartbeat_file = store, dict(header), heartbeat_file
         self.told, self.redact, self.clock = told, redact, clock
         self.deadline_s = deadline_s
         self.last_stage, self.last_extras, self.last_beat_at = "", dict[str, Any](), clock()
-        self.reached: dict[str, float] = {}  # by the clock, when each stage was first told
         self._budget = Budget(min_interval_s)
         self._changed = threading.Condition()
         self._queue: deque[Parcel] = deque()
@@ -161,7 +160,6 @@ class Publisher:
 
     def _remember(self, stage: str, extras: Mapping[str, Any]) -> None:
         self.last_stage, self.last_extras, self.last_beat_at = stage, dict(extras), self.clock()
-        self.reached.setdefault(stage, self.last_beat_at)
 
     def _payload(self, stage: str, extras: Mapping[str, Any]) -> str:
         return self.redact(strict_json({"stage": stage, "ts": time.time(), **self.header, **extras}))

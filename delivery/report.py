@@ -1,4 +1,4 @@
-"""What people read of a run: a page with curves, figures and samples, and the log as JSON lines."""
+"""What is read of a run: a page with curves, figures and samples, and the log as JSON lines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -7,7 +7,7 @@ from typing import Any
 import recipe
 from accounting import strict_json
 from delivery import curves
-from delivery.curves import EVALUATED, SCORE
+from delivery.curves import EVALUATED, MEASURE, SCORE
 from delivery.markdown import NOTHING, code, duration, is_number, number, table
 from delivery.samples import Sample, described, select, summary
 
@@ -66,13 +66,13 @@ def metrics_jsonl(lines: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def files(snapshot: Snapshot, redact: Callable[[str], str]) -> dict[str, bytes]:
-    """Contents by path below the prefix: report.md, metrics.jsonl and, once there is a figure, the curves."""
+    """Contents by path below the prefix: report.md and, once there is a figure, the curves."""
     # Before anything is cut or quoted: half a secret, or an escaped one, is no longer recognised.
     clean = Snapshot(**{one.name: _redacted(getattr(snapshot, one.name), redact) for one in fields(snapshot)})
     panels = curves.panels(clean.lines, clean.mode)
     pictures = {CURVES: curves.picture(panels)} if panels else {}
     page = redact(report(clean, bool(panels)))
-    return {"report.md": page.encode("utf-8", "replace"), **pictures, LOG: metrics_jsonl(clean.lines)}
+    return {"report.md": page.encode("utf-8", "replace"), **pictures}
 
 
 def _redacted(value: Any, redact: Callable[[str], str]) -> Any:
@@ -96,9 +96,9 @@ def report(snapshot: Snapshot, with_curves: bool) -> str:
         headline(snapshot),
         f"![Curves]({CURVES})\n\n{CAPTION}" if with_curves else "Nothing has been logged yet.",
         named_rewards(snapshot),
-        evaluations(snapshot),
+        evaluations(snapshot.lines),
         data(snapshot),
-        costs(snapshot),
+        time_spent(snapshot),
         settings(snapshot),
         samples(snapshot),
     ]
@@ -108,7 +108,7 @@ def report(snapshot: Snapshot, with_curves: bool) -> str:
 def headline(snapshot: Snapshot) -> str:
     """What the run is, where it stands, and how well it does."""
     method = {"sft": "SFT", "rl": "GRPO"}[snapshot.mode]
-    key, title = {"sft": ("loss", "Loss"), "rl": ("reward", "Mean reward")}[snapshot.mode]
+    key, title = MEASURE[snapshot.mode]
     facts = [
         ("State", state(snapshot)),
         (title, trend(values(snapshot.lines, key)) or "none yet"),
@@ -185,9 +185,9 @@ def named_rewards(snapshot: Snapshot) -> str:
     return "## Named rewards\n\n" + table(("Reward function", "First", "Last", "Values averaged"), rows)
 
 
-def evaluations(snapshot: Snapshot) -> str:
-    """One row an evaluation, skipped ones with their reason."""
-    lines = [one for one in snapshot.lines if any(key.startswith(EVALUATED) for key in one)]
+def evaluations(history: Sequence[Mapping[str, Any]]) -> str:
+    """One row an evaluation of the log, skipped ones with their reason; nothing without any."""
+    lines = [one for one in history if any(key.startswith(EVALUATED) for key in one)]
     if not lines:
         return ""
     metric = f"{EVALUATED}metric_"
@@ -217,19 +217,12 @@ def samples(snapshot: Snapshot) -> str:
 
 def data(snapshot: Snapshot) -> str:
     """What became of the dataset's rows, and what went wrong with samples and updates."""
-    parts = []
-    if snapshot.rows:
-        rows = [(ROWS.get(name, code(name)), figure(value)) for name, value in snapshot.rows.items()]
-        parts.append("## Dataset\n\n" + table(("Rows", "Count"), rows))
-    if snapshot.counters:
-        rows = [
-            (COUNTERS.get(name, code(name)), figure(value))
-            for name, value in snapshot.counters.items()
-            if value
-        ]
-        what = table(("What", "Count"), rows) if rows else "Nothing was skipped or left out."
-        parts.append(f"## What went wrong\n\n{what}")
-    return "\n\n".join(parts)
+    rows = [(ROWS.get(name, code(name)), figure(value)) for name, value in snapshot.rows.items()]
+    wrong = [
+        (COUNTERS.get(name, code(name)), figure(value)) for name, value in snapshot.counters.items() if value
+    ]
+    what = table(("What", "Count"), wrong) if wrong else "Nothing was skipped or left out."
+    return f"## Dataset\n\n{table(('Rows', 'Count'), rows)}\n\n## What went wrong\n\n{what}"
 
 
 def figure(value: Any) -> str:
@@ -248,19 +241,15 @@ def cost(snapshot: Snapshot) -> str:
     return f"about ${dollars:.2f} ({card.type} at roughly ${card.usd_per_hour:.2f} per hour)"
 
 
-def costs(snapshot: Snapshot) -> str:
-    """Seconds by phase."""
-    if not snapshot.phases:
-        return ""
+def time_spent(snapshot: Snapshot) -> str:
+    """How long each phase took."""
     rows = [(name, duration(seconds)) for name, seconds in snapshot.phases]
-    note = " Attempts before, on other machines, are not counted." if snapshot.resumed else ""
-    return f"## Time\n\n{table(('Phase', 'Time'), rows)}\n\nCost estimate: {cost(snapshot)}.{note}"
+    note = "\n\nAttempts before, on other machines, are not counted." if snapshot.resumed else ""
+    return f"## Time\n\n{table(('Phase', 'Time'), rows)}{note}"
 
 
 def settings(snapshot: Snapshot) -> str:
     """Every setting and where it came from, folded."""
-    if not snapshot.settings:
-        return ""
     rows = [(code(name), code(value), origin) for name, value, origin in snapshot.settings]
     body = table(("Setting", "Value", "From"), rows)
     return f"## Settings\n\n<details>\n<summary>All {len(rows)} settings</summary>\n\n{body}\n\n</details>"

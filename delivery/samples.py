@@ -31,8 +31,8 @@ class Sample:
     problem: str = ""
 
 
-def select(samples: Sequence[Sample], count: int = SHOWN) -> list[tuple[str, Sample]]:
-    """Up to `count` labelled samples: best, median and worst by reward, and some that have none.
+def select(samples: Sequence[Sample]) -> list[tuple[str, Sample]]:
+    """Up to ten labelled samples: best, median and worst by reward, and some that have none.
 
     Of equal ones those of different prompts come first; when all are equal there is no best one.
     """
@@ -44,8 +44,8 @@ def select(samples: Sequence[Sample], count: int = SHOWN) -> list[tuple[str, Sam
         turn[prompt] += 1
     rewards = {index: one.reward for index, one in enumerate(samples) if is_number(one.reward)}
     unscored = [index for index in repeats if index not in rewards]
-    shown_unscored = unscored[: max(SHOWN_UNSCORED, count - len(rewards))]
-    room = min(count - len(shown_unscored), len(rewards))
+    shown_unscored = unscored[: max(SHOWN_UNSCORED, SHOWN - len(rewards))]
+    room = min(SHOWN - len(shown_unscored), len(rewards))
     middle = median(rewards.values()) if rewards else 0.0
     distances = {
         "best": {index: -reward for index, reward in rewards.items()},

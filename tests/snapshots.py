@@ -33,9 +33,9 @@ def snapshot(mode: str, **changes: Any) -> Snapshot:
         "samples": [],
         "samples_from": "",
         "settings": SETTINGS,
-        "rows": {},
-        "counters": {},
-        "phases": [],
+        "rows": {"source": 8, "kept": 8},
+        "counters": {"nonfinite_steps": 0},
+        "phases": [("environment", 2.0)],
         "gpu_type": "RTX 5090",
         "seconds": 200.0,
     }

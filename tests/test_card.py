@@ -90,17 +90,16 @@ def test_a_folder_is_named_in_the_text_alone():
     assert "`/models/my tiny`" in text and "base_model" not in text and "huggingface.co" not in text
 
 
-def test_training_has_the_first_and_the_last_loss_or_reward():
+def test_training_says_how_the_loss_or_reward_moved():
     shown = dict(rows(card.render(FACTS), "Training")[1:])
     assert shown == {
         "steps": "20",
         "environment": r"acme/words (1.0\|beta)",
-        "first logged loss": "2.5",
-        "last logged loss": "0.25",
+        "Loss": "2.5 → **0.25** (first and last of 2 logged values; newest 0.25)",
         "libraries": "torch 2.13.0, peft 0.21.2",
     }
     shown = dict(rows(card.render(REWARDED), "Training")[1:])
-    assert (shown["first logged reward"], shown["last logged reward"]) == ("0.125", "1")
+    assert shown["Mean reward"] == "0.125 → **1** (first and last of 2 logged values; newest 1)"
     assert "logged" not in card.render(replace(FACTS, history=[]))
 
 
@@ -110,9 +109,9 @@ def test_evaluations_are_a_table():
     skipped = {"step": 15, "eval_skipped": True}
     text = card.render(replace(FACTS, history=[*FACTS.history, first, skipped, last]))
     assert rows(text, "Evaluation") == [
-        ["step", "split", "n", "reward", "pass rate", "num turns"],
-        ["5", "eval", "64", "0.25", "0.3333", ""],
-        ["10", "eval", "64", "0.5", "", "2"],
+        ["Step", "Rows from", "n", "Mean reward", "Pass rate", "Min", "Max", "`num_turns`"],
+        ["5", "held-out", "64", "0.25", "0.3333", "-", "-", "-"],
+        ["10", "held-out", "64", "0.5", "-", "-", "-", "2"],
     ]
     assert rows(card.render(FACTS), "Evaluation") == [] and "None was made." in card.render(FACTS)
 

@@ -98,10 +98,10 @@ def test_a_refused_job_has_no_table_and_a_replayed_one_has():
 
 def test_rewards_are_smoothed_and_the_newest_evaluation_is_told():
     steps = [(n, "rl_step", {"step": n, "steps": 20, "reward": n / 20}) for n in range(1, 21)]
-    evaluation = {"step": 20, "eval_n": 8, "eval_reward": 0.5, "eval_pass_rate": None, "eval_split": "train"}
+    evaluation = {"step": 20, "eval_n": 8, "eval_reward": 0.5, "eval_pass_rate": 0.25, "eval_split": "train"}
     progress = after([(0, "rl_train_start", {}), *steps, (21, "rl_eval", evaluation)])
     assert "reward      0.150 -> 0.900 (means of 5 steps)" in progress.summary()
-    assert "reward 0.500, pass rate none at step 20 (8 rows of the train split)" in progress.summary()
+    assert "reward 0.500, pass rate 0.250 at step 20 (8 rows of the train split)" in progress.summary()
     skipped = {"step": 30, "eval_skipped": True, "eval_reason": "no model available"}
     progress.told("rl_eval", skipped, 22)
     assert "evaluation  skipped at step 30: no model available" in progress.summary()

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from delivery.report import metrics_jsonl
+from delivery.report import LOG, metrics_jsonl
 
 GB = 1e9
 
@@ -56,4 +56,4 @@ class MetricsStream:
         """The file with all that the trainer has logged, earlier attempts' steps included."""
         new = metrics_jsonl(history[self._count :]).decode()
         self._content, self._count = self._content + self.redact(new).encode(), len(history)
-        return {"metrics.jsonl": self._content}
+        return {LOG: self._content}

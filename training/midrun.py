@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from accounting import Tally
+from delivery.markdown import is_number
 from delivery.publisher import Publisher
 from training.history import MetricsStream
 from training.rewards import SCORE, check_scored
@@ -61,7 +62,7 @@ class Rewards(MicroSteps):
         self.publisher, self.stream, self.tally = publisher, stream, tally
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        if not _is_number(logs.get("reward")):
+        if not is_number(logs.get("reward")):
             return
         self.publisher.beat(
             "rl_step",
@@ -83,11 +84,7 @@ class Rewards(MicroSteps):
 
 def reward_history(state: Any) -> list[float]:
     """The mean rewards of all attempts: a resumed trainer's log goes on from its checkpoint's."""
-    return [float(one["reward"]) for one in state.log_history if _is_number(one.get("reward"))]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return [float(one["reward"]) for one in state.log_history if is_number(one.get("reward"))]
 
 
 class GradientGuard:

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from delivery.report import Sample, Snapshot, files
@@ -18,14 +17,6 @@ from training.run import Run
 log = logging.getLogger(__name__)
 
 Files = Mapping[str, bytes]
-# What a run does from a milestone to the next.
-PHASES = {
-    "boot": "environment, data, prompts",
-    **dict.fromkeys(("sft_start", "rl_start"), "card, weights, libraries"),
-    "model_prefetched": "loading the model",
-    **dict.fromkeys(("sft_model_load", "rl_train_start"), "building the trainer, training"),
-    **dict.fromkeys(("sft_trained", "rl_trained"), "after the adapter's upload"),
-}
 
 
 class Reporter:
@@ -41,7 +32,8 @@ class Reporter:
         """Take what there is now; the result draws it, on whatever thread, and never fails."""
         if self.run.preemption.reason:  # the seconds that are left are the checkpoint's
             return dict
-        return partial(draw, self.snapshot(state, finished), self.run.redact)
+        logged = self.run.stream.file(state.log_history)
+        return partial(draw, self.snapshot(state, finished), self.run.redact, logged)
 
     def snapshot(self, state: Any, finished: bool) -> Snapshot:
         settings, notes, tally = self.settings, self.job.metrics.notes, self.run.tally
@@ -79,22 +71,22 @@ class Reporter:
         return list(map(_sample, self.evaluations.conversations)), source
 
     def _phases(self) -> list[tuple[str, float]]:
-        """Seconds of this attempt, milestone to milestone."""
-        reached = [one for one in self.run.publisher.reached.items() if one[0] in PHASES]
-        times = [*(at for _, at in reached), time.monotonic()]
-        spans = zip(reached, pairwise(times), strict=True)
-        phases = [(PHASES[stage], end - began) for (stage, _), (began, end) in spans]
-        spent = self.evaluations.seconds
-        return [*phases, *([("of these, evaluations", spent)] if spent else [])]
+        """Seconds of this attempt."""
+        spent = self.run.terminal.progress.spent(time.monotonic())
+        examined = self.evaluations.seconds
+        return [*spent.items(), *([("of these, evaluations", examined)] if examined else [])]
 
 
-def draw(snapshot: Snapshot, redact: Callable[[str], str]) -> Files:
-    """The report's files; none, and a warning, when it cannot be drawn: a checkpoint comes with it."""
+def draw(snapshot: Snapshot, redact: Callable[[str], str], logged: Files) -> Files:
+    """The report's files and the log; that alone, and a warning, when they cannot be drawn.
+
+    Nothing is raised, as a checkpoint comes with them.
+    """
     try:
-        return files(snapshot, redact)
+        return {**files(snapshot, redact), **logged}
     except Exception:
         log.warning("the report could not be drawn", exc_info=True)
-        return {}
+        return logged
 
 
 def _sample(one: Conversation) -> Sample:

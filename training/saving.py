@@ -51,7 +51,7 @@ class Streaming:
         model_commit: str | None,
         tally: Tally,
         check: Callable[[], None],
-        report: Callable[[Any], Callable[[], Mapping[str, Content]]] = lambda state: dict,
+        report: Callable[[Any], Callable[[], Mapping[str, Content]]],
     ):
         """`job` says what is trained, on what; `check` raises when the run has to stop.
 
