@@ -74,7 +74,7 @@ def main(env: MutableMapping[str, str], signals: Signals | None = None) -> None:
             return
         run.publisher.beat("boot")
         settings = rules.resolve(env, identity)
-        rules.announce(settings)
+        cli.announce(settings)
         {"sft": run_sft, "rl": run_rl}[settings.mode](settings, run)
     except Preempted:
         run.preemption.leave(run.preemption.left_s())

@@ -62,7 +62,10 @@ class Publisher:
         sleep: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`header` (run_id, mode, seed, attempt) is in every beat; `told` is called with each; seconds are wall-clock."""
+        """`header` (run_id, mode, seed, attempt) is in every beat.
+
+        `told` is called with each; seconds are wall-clock.
+        """
         self.store, self.header, self.heartbeat_file = store, dict(header), heartbeat_file
         self.told, self.redact, self.clock = told, redact, clock
         self.deadline_s = deadline_s

@@ -39,13 +39,13 @@ QUIET = {
 }
 PLAN = """\
 Fine-tunes a tiny language model on this machine's CPU, with the same worker
-that runs on a GPU. About ten minutes on two free cores:
+that runs on a GPU. About seven minutes on two free cores:
 
   1/5  build a base model that knows digits and chat turns, but no sums   30 s
   2/5  supervised: 7000 sums, two passes                                 2 min
   3/5  ask it held-out sums, without and with the trained adapter         20 s
   4/5  supervised, stopped early: it adds small numbers now and then     1 min
-  5/5  GRPO from there: it samples answers, rewards alone make it better 5 min
+  5/5  GRPO from there: it samples answers, rewards alone make it better 2 min
 """
 PLAN_REAL = """\
 Fine-tunes {model} for a few steps, with the same worker that

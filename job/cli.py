@@ -1,4 +1,4 @@
-"""What `--help`, `--schema` and `--check` print."""
+"""What `--help`, `--schema` and `--check` print, and a run says of its settings."""
 
 import json
 import logging
@@ -13,6 +13,8 @@ from job.knobs import Knob, declared
 from job.settings import Settings
 from recipe import Batch
 from spec import JobSpec
+
+log = logging.getLogger(__name__)
 
 USAGE = """\
 usage: RUN_MODE=sft|rl python worker.py [--check | --schema | --help]
@@ -60,19 +62,38 @@ def print_table(settings: Settings, out: TextIO) -> None:
         out.write(f"{name} = {value} ({origin})\n")
 
 
-def print_facts(notes: Mapping[str, Any], batch: Batch, rows: Data, todo: Work, out: TextIO) -> None:
+def announce(settings: Settings) -> None:
+    """Log the settings that somebody or something decided; the defaults are for `--check`."""
+    said: dict[str, list[str]] = {}
+    for name, value, origin in settings.table():
+        if origin != "default" and value:
+            said.setdefault(origin, []).append(f"{name}={value}")
+    lines = [
+        fill(
+            f"{origin}: {'  '.join(pairs)}",
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for origin, pairs in said.items()
+    ]
+    log.info("settings that are not defaults:\n%s", "\n".join(lines))
+
+
+def print_facts(
+    settings: Settings, notes: Mapping[str, Any], batch: Batch, rows: Data, todo: Work, out: TextIO
+) -> None:
     """Write what environment, model and rows turned out to be, and what is to be done with them."""
     lengths = rows.lengths
-    what, kind, tokens = "prompts", "prompt", f"at most {todo.trained_tokens:,}"
-    left_out, generated = (
-        f"{rows.over_budget} over the budget",
-        f", of which {todo.generated_tokens:,} sampled",
-    )
-    if not todo.generated_tokens:
+    if settings.mode == "sft":
         counts = notes["rows"]
         what, kind, tokens = "rows", "row, prompt and answer", f"{todo.trained_tokens:,}"
         left_out = f"{counts['without_target']} without target, {counts['target_cut_off']} cut off"
-        generated = ""
+    else:
+        what, kind, left_out = "prompts", "prompt", f"{rows.over_budget} over the budget"
+        tokens = f"at most {todo.trained_tokens:,}, of which {todo.generated_tokens:,} sampled"
     facts = {
         "environment": f"{notes['environment']} ({notes['environment_version']})",
         "model": f"{notes['model_id']} at {notes['model_commit'] or 'a local folder'}",
@@ -83,7 +104,7 @@ def print_facts(notes: Mapping[str, Any], batch: Batch, rows: Data, todo: Work, 
     out.write("".join(f"  {line}\n" for line in histogram(lengths)))
     out.write(f"batch: {batch.micro} x {batch.accumulation}\n")
     out.write(f"steps: {todo.steps}, {todo.passes:.1f} passes over the data\n")
-    out.write(f"tokens: {tokens}{generated}\n")
+    out.write(f"tokens: {tokens}\n")
 
 
 def histogram(lengths: Sequence[int], bins: int = 10, width: int = WIDTH - 2) -> list[str]:

@@ -119,9 +119,8 @@ def memory_gb(
     if settings.mode == "rl":
         engine = _engine_bytes(settings, plan, batch, own, whole)
         training = found["adapter"] + found["logits"] + found["activations"]
-        sleeps = settings.rl_vllm_sleep and settings.device == "cuda"
         found["vLLM" if settings.rl_use_vllm else "sampling"] = (
-            max(0, engine - training) if sleeps else engine
+            max(0, engine - training) if settings.engine_sleeps else engine
         )
     return {name: count / GB for name, count in found.items() if count}
 

@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 IGNORED_FILES = ["*.pth", "*.gguf", "original/*", "*.onnx", "*.msgpack", "*.h5"]
-# What a repository says about its model: configuration, tokenizer, template.
-DESCRIPTION_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.py"]
+# What a repository says about its model: license, configuration, tokenizer, template.
+DESCRIPTION_FILES = ["README.md", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.py"]
 PAUSES_S = (2.0, 4.0)  # between the three times a question is asked
 BUSY_STATUS = frozenset({408, 425, 429})
 

@@ -4,7 +4,6 @@ import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from textwrap import fill
 
 import recipe
 from job import knobs
@@ -13,7 +12,6 @@ from spec import JobSpec
 
 log = logging.getLogger(__name__)
 
-WIDTH = 80
 OTHER_MODE = {
     "sft": "steps group_size temperature max_tokens kl_penalty_coef advantage_clip"
     " thinking_length_penalty_coef stop_sequences",
@@ -27,26 +25,6 @@ def resolve(env: Mapping[str, str], identity: Identity) -> Settings:
     knobs.warn_unknown_names(Settings, env)
     check(settings)
     return settings
-
-
-def announce(settings: Settings) -> None:
-    """Log the settings that somebody or something decided; the defaults are for `--check`."""
-    said: dict[str, list[str]] = {}
-    for name, value, origin in settings.table():
-        if origin != "default" and value:
-            said.setdefault(origin, []).append(f"{name}={value}")
-    lines = [
-        fill(
-            f"{origin}: {'  '.join(pairs)}",
-            WIDTH,
-            initial_indent="  ",
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for origin, pairs in said.items()
-    ]
-    log.info("settings that are not defaults:\n%s", "\n".join(lines))
 
 
 def check(settings: Settings) -> None:

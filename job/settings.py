@@ -308,14 +308,9 @@ class Settings(Identity):
         "", "advantage clamp, 0 = none", 0.0, spec="train.advantage_clip", mode="rl", ge=0
     )
     thinking_length_penalty_coef: Float = knob(
-        "",
-        "reward lost per thinking token",
-        0.0,
-        spec="train.thinking_length_penalty_coef",
-        mode="rl",
-        ge=0,
-        le=1,
-    )
+        "", "reward lost per thinking token", 0.0, spec="train.thinking_length_penalty_coef", mode="rl",
+        ge=0, le=1,
+    )  # fmt: skip
     stop_sequences: tuple[str, ...] = knob(
         "", "stop strings", (), spec="train.stop_sequences", mode="rl", shown="none"
     )
@@ -334,6 +329,10 @@ class Settings(Identity):
     def eval_tokens(self) -> int:
         """Tokens of an evaluated turn."""
         return self.eval_max_new or self.rl_max_completion
+
+    @property
+    def engine_sleeps(self) -> bool:
+        return self.rl_vllm_sleep and self.device == "cuda"
 
     @property
     def output_dir(self) -> Path:

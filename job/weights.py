@@ -126,14 +126,11 @@ class WeightsPlan(Origin):
         )
 
 
-def plan_weights(
-    settings: Settings, origin: Origin | None = None, files: Sequence[RepoFile] = ()
-) -> WeightsPlan:
+def plan_weights(settings: Settings, origin: Origin, files: Sequence[RepoFile]) -> WeightsPlan:
     """Read the model's config; raises SettingsError when it cannot be read or is not what the tier says.
 
     `files` are those of the repository with the weights, as far as they are known.
     """
-    origin = origin or repository.locate(settings)
     config = _config(settings, origin)
     text = config.get_text_config()
     facts = text.to_dict()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accounting import Tally
-from job import chat, dataset, rules, weights
+from job import chat, dataset, repository, rules, weights
 from job.environment import Environment
 from job.scoring import Scorer
 from job.settings import identify
@@ -150,7 +150,7 @@ def build(env: dict[str, str], *, dtype: str = "float32", policy: Any = None) ->
     assert problem is None, problem
     settings = rules.resolve(env, identity)
     loaded = Environment.load(settings.job.environment.id, settings.job.environment.params)
-    plan = dataclasses.replace(weights.plan_weights(settings), dtype=dtype)
+    plan = dataclasses.replace(weights.plan_weights(settings, repository.locate(settings), ()), dtype=dtype)
     settings = rules.fit_context(settings, plan.context_length)
     talk = chat.Chat(chat.load_tokenizer(plan.base), settings.thinking)
     prompts = dataset.rl_prompts(settings, loaded, talk)

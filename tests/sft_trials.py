@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from job import chat, dataset, rules, weights
+from job import chat, dataset, repository, rules, weights
 from job.environment import Environment
 from job.settings import identify
 from training import merging, trainers, warm_start
@@ -35,7 +35,7 @@ def build(
     assert problem is None, problem
     settings = rules.resolve(env, identity)
     loaded = Environment.load(settings.job.environment.id, settings.job.environment.params)
-    plan = weights.plan_weights(settings)
+    plan = weights.plan_weights(settings, repository.locate(settings), ())
     settings = rules.fit_context(settings, plan.context_length)
     talk = chat.Chat(chat.load_tokenizer(plan.base), settings.thinking)
     rows, _, _ = dataset.sft_rows(settings, loaded, talk)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import recipe
-from job import chat, rules
+from job import chat, repository, rules
 from job.model_size import model_size
 from job.settings import identify
 from job.weights import plan_weights
@@ -160,7 +160,7 @@ def test_a_mixture_of_experts_with_vllm_on_a_cpu_is_refused(folder: Path, model:
 def test_a_multimodal_checkpoint_is_served_as_text(folder: Path, model: Path, kind: str, asked: bool) -> None:
     env = grpo_trials.variables(folder, model, AUTOSLM_DEVICE="cuda", AUTOSLM_TEXT_ONLY=int(asked))
     settings = rules.resolve(env, identify(env)[0])
-    plan = plan_weights(settings)
+    plan = plan_weights(settings, repository.locate(settings), ())
     talk = chat.Chat(chat.load_tokenizer(plan.base), thinking=False)
     options = trainers.engine_options(settings, plan, talk)
     arguments = engine.engine_arguments(options, 0, 4, recipe.EngineMemory(1 << 20, 0.5))

@@ -133,9 +133,13 @@ NOTES = {"environment": "toy", "environment_version": "1.0", "model_id": "acme/m
 ROWS = Data((10, 20, 30), 2, 0)
 
 
+def of_mode(algorithm: str) -> Settings:
+    return Settings.read({}, JobSpec.parse({"algorithm": algorithm, "environment": {"id": "x"}}))
+
+
 def test_facts_of_a_supervised_run():
     notes = {**NOTES, "rows": {"source": 6, "without_target": 2, "target_cut_off": 1, "kept": 3}}
-    lines = printed(cli.print_facts, notes, Batch(2, 4), ROWS, Work(12, 1234, 0, 2.0))
+    lines = printed(cli.print_facts, of_mode("sft"), notes, Batch(2, 4), ROWS, Work(12, 1234, 0, 2.0))
     assert lines[3:5] == [
         "train on: 3 rows, 2 without target, 1 cut off",
         "tokens of a row, prompt and answer: median 20, longest 30",
@@ -146,6 +150,7 @@ def test_facts_of_a_supervised_run():
 def test_facts_of_grpo():
     lines = printed(
         cli.print_facts,
+        of_mode("grpo"),
         {**NOTES, "model_commit": None, "rows": {"source": 5, "kept": 3}},
         Batch(8, 2),
         ROWS,

@@ -72,7 +72,6 @@ def settings_of(folder: Path, model: Path | str, **more: Any) -> Any:
         ({}, {}, 10, "eval"),
         ({}, {"AUTOSLM_EVAL_NUM": 3}, 3, "eval"),
         ({}, {"AUTOSLM_EVAL_NUM": 0}, 0, "eval"),
-        ({}, {"AUTOSLM_EVAL_EVERY_STEPS": 0}, 0, "train"),
         ({"evaluation": "empty"}, {}, 0, "eval"),
         ({"evaluation": "missing"}, {}, 20, "train"),
         ({"evaluation": "broken"}, {}, 0, "eval"),
@@ -84,6 +83,11 @@ def test_what_is_asked(
     settings = settings_of(tmp_path, "unused", **{"AUTOSLM_EVAL_EVERY_STEPS": 5, **knobs})
     exam = evaluation.set_exam(settings, Environment.load("toy-splits", params), chat, 1024)
     assert (len(exam.rows), exam.split) == (count, split)
+
+
+def test_nobody_is_examined_without_a_cadence(chat: Chat, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, "unused", AUTOSLM_EVAL_EVERY_STEPS=0)
+    assert evaluation.prepare(settings, Environment.load("toy-splits", {}), chat, 1024, print) is None
 
 
 def test_questions_without_room_for_an_answer_are_left_out(chat: Chat, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_prompts_over_the_budget_are_dropped_and_counted(
 ) -> None:
     caplog.set_level(logging.INFO)
     done = run("some_long", train={"steps": 2}, RL_VLLM_MAX_LEN=128, RL_USE_VLLM=1)
-    assert done.notes["prompts_over_budget"] == 12
+    assert done.notes["rows"]["prompts_over_budget"] == 12
     assert "training prompts: 12 of 24, 12 over 120 tokens" in caplog.text
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import recipe
-from job import rules
+from job import cli, rules
 from job.knobs import SettingsError
 from job.settings import Settings, identify
 from recipe import CatalogModel
@@ -194,7 +194,7 @@ def test_resolve_checks_and_warns_and_what_was_said_is_logged_without_secrets(ca
     assert problem is None
     with caplog.at_level(logging.INFO):
         settings = rules.resolve(env, identity)
-        rules.announce(settings)
+        cli.announce(settings)
     assert settings.sft_epochs == 3
     unknown, table = caplog.messages
     assert unknown == "unknown variables, ignored: RL_STEP (did you mean RL_STEPS?)"

@@ -137,7 +137,7 @@ def test_every_answer_names_its_own_call() -> None:
 def test_a_run_on_qwen3s_own_template(with_template: Callable[[str], Path], tmp_path: Path) -> None:
     """Two steps through TRL's loop: prompts show the tools, and the rubric gets every transcript."""
     from accounting import Tally
-    from job import dataset, rules, weights
+    from job import dataset, repository, rules, weights
     from job.chat import load_tokenizer
     from job.scoring import Scorer
     from job.settings import identify
@@ -153,7 +153,7 @@ def test_a_run_on_qwen3s_own_template(with_template: Callable[[str], Path], tmp_
         RL_VLLM_MAX_LEN=2048,
     )
     settings = rules.resolve(env, identify(env)[0])
-    plan = weights.plan_weights(settings)
+    plan = weights.plan_weights(settings, repository.locate(settings), ())
     settings = rules.fit_context(settings, plan.context_length)
     loaded = Environment.load("toy-tools", {})
     chat = Chat(load_tokenizer(plan.base), settings.thinking)

@@ -379,7 +379,8 @@ def load(folder: Path, model: Path, **more: str) -> tuple[Any, Any]:
     """The plan of a run with this model, and what it loads."""
     env = harness.variables(folder, model, "toy-words", **{**FOUR_BIT, **more})
     settings = rules.resolve(env, identify(env)[0])
-    plan = plan_weights(settings, files=repository.files(settings, repository.locate(settings)))
+    origin = repository.locate(settings)
+    plan = plan_weights(settings, origin, repository.files(settings, origin))
     return plan, plan.load(settings)
 
 

@@ -10,8 +10,10 @@ import recipe
 from accounting import stack_versions, strict_json
 from delivery import card
 from delivery.store import folder_files
+from job import repository
 from job.chat import Chat
-from job.settings import Settings
+from job.repository import ModelUnreachable
+from job.settings import Settings, SettingsError
 from job.weights import WeightsPlan
 from training import merging, trainers
 from training.inputs import Job
@@ -82,18 +84,13 @@ def served_rank(settings: Settings) -> int:
 
 def license_of(settings: Settings, plan: WeightsPlan) -> dict[str, str]:
     """What the base's own card says about its license; nothing when it cannot be read."""
-    import httpx2
-    from huggingface_hub import HfApi, metadata_load
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import metadata_load
     from yaml import YAMLError
 
-    api = HfApi(endpoint=settings.endpoint or None, token=settings.token or None)
     try:
-        path = Path(plan.base) / "README.md"
-        if plan.base_commit is not None:
-            path = Path(api.hf_hub_download(plan.base, "README.md", revision=plan.base_commit))
-        found = metadata_load(path) or {}
-    except (HfHubHTTPError, httpx2.HTTPError, OSError, ValueError, YAMLError) as error:
+        folder = Path(repository.description(settings, plan.base, plan.base_commit))
+        found = metadata_load(folder / "README.md") or {}
+    except (ModelUnreachable, SettingsError, OSError, ValueError, YAMLError) as error:
         log.info("the license of %s is not known: %s", plan.base, error)
         return {}
     return {name: found[name] for name in card.LICENSE_FIELDS if isinstance(found.get(name), str)}

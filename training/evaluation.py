@@ -46,24 +46,20 @@ class Exam:
 def set_exam(settings: Settings, env: Environment, chat: Chat, length: int) -> Exam:
     """The first rows of the held-out split that leave room for an answer; none when it cannot be read."""
     judge, turn_tokens = env.evaluator, settings.eval_tokens
-    rows: list[Row] = []
     split = "train"
-    if settings.eval_every_steps:
-        try:
-            split = "eval" if env.has_held_out_rows else "train"
-            read = env.eval_rows()[: settings.eval_num]
-            rows = [row for row in read if _prompt_length(judge, chat, row) + turn_tokens <= length]
-        except Exception as error:  # noqa: BLE001 - the environment's own code: no reason not to train
-            log.warning("no evaluation: the split cannot be read: %s: %s", type(error).__name__, error)
-            return Exam(judge, [], split, turn_tokens, length)
-        if len(rows) < len(read):
-            log.warning(
-                "evaluation: %d of %d rows have no room for an answer", len(read) - len(rows), len(read)
-            )
-        if not rows:
-            log.warning("no evaluation: %s has no row for it", env.id)
-        elif split == "train":
-            log.warning("%s holds no rows out: evaluations are made on training rows", env.id)
+    try:
+        split = "eval" if env.has_held_out_rows else "train"
+        read = env.eval_rows()[: settings.eval_num]
+        rows = [row for row in read if _prompt_length(judge, chat, row) + turn_tokens <= length]
+    except Exception as error:  # noqa: BLE001 - the environment's own code: no reason not to train
+        log.warning("no evaluation: the split cannot be read: %s: %s", type(error).__name__, error)
+        return Exam(judge, [], split, turn_tokens, length)
+    if len(rows) < len(read):
+        log.warning("evaluation: %d of %d rows have no room for an answer", len(read) - len(rows), len(read))
+    if not rows:
+        log.warning("no evaluation: %s has no row for it", env.id)
+    elif split == "train":
+        log.warning("%s holds no rows out: evaluations are made on training rows", env.id)
     return Exam(judge, rows, split, turn_tokens, length)
 
 
@@ -83,6 +79,8 @@ def prepare(
 
     Raises what makes the environment's conversations impossible, as training on them does.
     """
+    if not settings.eval_every_steps:
+        return None
     exam = set_exam(settings, env, chat, length)
     if not exam.rows:
         return None
@@ -208,7 +206,7 @@ class Evaluations:
 
     def finish(self, state: Any) -> None:
         """Evaluate the last step too."""
-        if self.settings.eval_every_steps and state.global_step:
+        if state.global_step:
             self._once(state)
 
     def _once(self, state: Any) -> None:

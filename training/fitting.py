@@ -182,4 +182,6 @@ def split(inputs: Mapping[str, Any], parts: int) -> Iterator[tuple[dict[str, Any
 
 def has_rows(value: Any) -> bool:
     """Whether a batch's value has an entry per sequence; some are a number for all of them."""
-    return isinstance(value, list) or getattr(value, "ndim", 0) > 0
+    import torch
+
+    return isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)

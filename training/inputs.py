@@ -129,7 +129,7 @@ def for_rl(
     batch = trainers.rl_batch(settings, job.plan, job.env, len(prompts.rows))
     way = conversations.plan(settings, job.env, talk, prompts, Scorer(job.env, check), tally)
     counts = {"prompts": len(prompts.rows), "prompts_over_budget": prompts.over_budget}
-    job.note(dataset_fingerprint=fingerprint(prompts.rows), rows=counts, **counts)
+    job.note(dataset_fingerprint=fingerprint(prompts.rows), rows=counts)
     determine(settings, job)
     job.examiner = evaluation.prepare(settings, job.env, talk, settings.rl_vllm_max_len, check, way)
     return talk, prompts, batch, way

@@ -13,7 +13,7 @@ from job.chat import Chat
 from job.environment import Environment, Row, schema
 from job.scoring import Conversation, Score, Scorer
 from job.settings import Settings
-from training.sampler import Request, Sampler
+from training.sampler import Request, Sampler, stop_arguments
 
 log = logging.getLogger(__name__)
 
@@ -107,12 +107,11 @@ class Player:
     ) -> list[Any]:
         """The final states, in order; `max_tokens` are those of a turn, `length` those of a conversation."""
         client = policy_client(Transport(sampler, length, self.chat.stop_ids), self.renderer)
-        stop = {"stop": list(self.settings.stop_sequences)} if self.settings.stop_sequences else {}
         sampling = {
             "max_tokens": max_tokens,
             "temperature": temperature,
             "top_p": recipe.RL.top_p,
-            "extra_body": stop,  # the client drops `stop` anywhere else
+            "extra_body": stop_arguments(self.settings),  # the client drops `stop` anywhere else
         }
         slots = asyncio.Semaphore(at_once)
         self.tool_failures = 0

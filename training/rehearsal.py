@@ -31,7 +31,7 @@ def rehearse(env: MutableMapping[str, str], out: TextIO) -> None:
     found = estimates.data(settings, lengths, over_budget, multi_turn=job.env.multi_turn)
     todo = estimates.work(settings, batch, found)
     needs = estimates.machine(settings, job.plan, batch, found, todo)
-    cli.print_facts(job.metrics.notes, batch, found, todo, out)
+    cli.print_facts(settings, job.metrics.notes, batch, found, todo, out)
     cli.print_machine(settings, needs, out)
     odd = estimates.data_warnings(settings, found, todo)
     odd += estimates.machine_warnings(settings, job.plan, needs) if needs else []

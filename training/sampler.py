@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from job.settings import Settings
 from training.engine import PolicyEngine
 from training.fitting import InParts, keeping_checkpointing
 from training.preemption import interruptible
@@ -23,6 +24,11 @@ PLAIN: dict[str, Any] = {
     "no_repeat_ngram_size": 0,
     "min_length": 0,
 }
+
+
+def stop_arguments(settings: Settings) -> dict[str, Any]:
+    """vLLM's sampling argument for stop strings; none where there are none."""
+    return {"stop": list(settings.stop_sequences)} if settings.stop_sequences else {}
 
 
 @dataclass(frozen=True)

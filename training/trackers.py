@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from job.settings import Settings
+from training.preemption import EXIT_CODE
 
 log = logging.getLogger(__name__)
 
@@ -72,17 +73,14 @@ class Trackers:
         def opened(args: Any, *more: Any, **kwargs: Any) -> None:
             nonlocal begun
             begun = True
-            if name == "wandb":
-                open_wandb(args, location, resumed)
-            elif name == "trackio":
-                quiet_trackio()
+            OPENERS.get(name, _nothing)(args, location, resumed)
             begin(args, *more, **kwargs)
             self.open(name, CLOSERS[name](tracker))
 
         tracker.on_train_begin = safely(opened)
         tracker.on_log = safely(tracker.on_log)
         tracker.on_save = safely(tracker.on_save)
-        tracker.on_train_end = _nothing  # how the run ended is not known yet
+        tracker.on_train_end = _nothing  # it is closed when the run has ended
 
     def open(self, name: str, close: Close) -> None:
         """Have `close` called with the run's exit code when it ends."""
@@ -99,7 +97,7 @@ class Trackers:
             self._open = {}
 
     def wait(self, limit_s: float = CLOSE_S) -> None:
-        """Wait until they know, so long at most."""
+        """Wait for that, `limit_s` at most."""
         until = time.monotonic() + limit_s
         for thread in self._closing:
             thread.join(max(0.0, until - time.monotonic()))
@@ -115,7 +113,7 @@ def _close(name: str, closer: Close, code: int) -> None:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """The tracker is closed when the run has ended."""
+    """Stands for a step that there is not."""
 
 
 def open_wandb(args: Any, location: str, resumed: bool) -> None:
@@ -140,7 +138,7 @@ def close_wandb(tracker: Any) -> Close:
     run: Any = wandb.run
 
     def close(code: int) -> None:
-        if code not in MLFLOW_STATUS:
+        if code == EXIT_CODE:
             run.mark_preempting()
         run.finish(code)
         wandb.teardown(code)
@@ -148,8 +146,11 @@ def close_wandb(tracker: Any) -> Close:
     return close
 
 
-def quiet_trackio() -> None:
-    """Keep its coloured hint out of standard output, where trackio 0.43 prints it even without a terminal."""
+def quiet_trackio(args: Any, location: str, resumed: bool) -> None:
+    """Keep trackio's coloured hint out of standard output.
+
+    trackio 0.43 prints it even without a terminal; to be removed when it no longer does.
+    """
     from trackio import utils
 
     utils.print_dashboard_instructions = lambda project: None
@@ -178,6 +179,7 @@ def close_mlflow(tracker: Any) -> Close:
     return close
 
 
+OPENERS: dict[str, Callable[[Any, str, bool], None]] = {"wandb": open_wandb, "trackio": quiet_trackio}
 CLOSERS = {
     "wandb": close_wandb,
     "trackio": close_trackio,

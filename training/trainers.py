@@ -22,6 +22,7 @@ from training.fitting import FittingPolicy, FittingTrainer
 from training.history import MeasuredTrainer
 from training.midrun import GradientFailure
 from training.policy import PolicyTrainer
+from training.sampler import stop_arguments
 from training.saving import SavingTrainer
 
 log = logging.getLogger(__name__)
@@ -213,21 +214,13 @@ def grpo_arguments(settings: Settings, plan: WeightsPlan, batch: recipe.Batch) -
         "scale_rewards": "none",
         # a stop string leaves no end-of-turn token, so everything would count as truncated
         "mask_truncated_completions": not settings.stop_sequences,
-        "generation_kwargs": vllm_stops(settings) if settings.rl_use_vllm else None,
+        "generation_kwargs": stop_arguments(settings) if settings.rl_use_vllm else None,
         "use_vllm": settings.rl_use_vllm,
         "vllm_mode": "colocate",
         "vllm_max_model_length": settings.rl_vllm_max_len,
-        "vllm_enable_sleep_mode": sleeps(settings),
+        "vllm_enable_sleep_mode": settings.engine_sleeps,
         "remove_unused_columns": False,
     }
-
-
-def vllm_stops(settings: Settings) -> dict[str, Any]:
-    return {"stop": list(settings.stop_sequences)} if settings.stop_sequences else {}
-
-
-def sleeps(settings: Settings) -> bool:
-    return settings.rl_vllm_sleep and settings.device == "cuda"
 
 
 def engine_options(settings: Settings, plan: WeightsPlan, chat: Chat) -> engine.EngineOptions:
@@ -243,7 +236,7 @@ def engine_options(settings: Settings, plan: WeightsPlan, chat: Chat) -> engine.
         state_bytes=plan.state_bytes,
         memory_share=settings.rl_vllm_gpu_util,
         eager=settings.rl_vllm_eager,
-        sleep=sleeps(settings),
+        sleep=settings.engine_sleeps,
         text_only=settings.text_only and plan.is_multimodal,
         four_bit=plan.four_bit,
         stop_ids=tuple(chat.stop_ids),
