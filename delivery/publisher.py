@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 THROTTLED_STAGES = frozenset({"sft_step", "rl_step"})
 URGENT_STAGES = frozenset({"preempting"})
 HEARTBEAT = "heartbeat.json"
-FLUSH_S, URGENT_PAUSE_S = 120.0, 1.0
-UPLOAD_BYTES_PER_S = 5_000_000  # a slower link takes a required upload past its deadline
+FLUSH_S, URGENT_PAUSE_S, UPLOAD_BYTES_PER_S = 120.0, 1.0, 5_000_000
 
 Kind = Literal["throttled", "milestone", "urgent", "required", "checkpoint"]
 Beat = tuple[str, Mapping[str, Any]]  # stage and extras

@@ -1,7 +1,7 @@
 """What is read of a run: a page with curves, figures and samples, and the log as JSON lines."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import recipe
@@ -9,6 +9,7 @@ from accounting import strict_json
 from delivery import curves
 from delivery.curves import EVALUATED, MEASURE, SCORE
 from delivery.markdown import NOTHING, code, duration, is_number, number, table
+from delivery.redaction import redacted
 from delivery.samples import Sample, described, select, summary
 
 CURVES = "report/curves.png"
@@ -68,23 +69,11 @@ def metrics_jsonl(lines: Sequence[Mapping[str, Any]]) -> bytes:
 def files(snapshot: Snapshot, redact: Callable[[str], str]) -> dict[str, bytes]:
     """Contents by path below the prefix: report.md and, once there is a figure, the curves."""
     # Before anything is cut or quoted: half a secret, or an escaped one, is no longer recognised.
-    clean = Snapshot(**{one.name: _redacted(getattr(snapshot, one.name), redact) for one in fields(snapshot)})
+    clean = redacted(snapshot, redact)
     panels = curves.panels(clean.lines, clean.mode)
     pictures = {CURVES: curves.picture(panels)} if panels else {}
     page = redact(report(clean, bool(panels)))
     return {"report.md": page.encode("utf-8", "replace"), **pictures}
-
-
-def _redacted(value: Any, redact: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, Sample):
-        return Sample(**{one.name: _redacted(getattr(value, one.name), redact) for one in fields(value)})
-    if isinstance(value, Mapping):
-        return {_redacted(key, redact): _redacted(one, redact) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_redacted(one, redact) for one in value]
-    return value
 
 
 # --- the page -----------------------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
 """What a run leaves behind for use: the adapter with its card, and merged weights."""
 
-import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import recipe
-from accounting import stack_versions, strict_json
+from accounting import stack_versions
 from delivery import card
+from delivery.redaction import redacted
 from delivery.store import folder_files
 from job import repository
 from job.chat import Chat
@@ -35,9 +34,13 @@ def deliver(settings: Settings, run: Run, job: Job, trainer: Any, talk: Chat) ->
 
 
 def write_card(settings: Settings, run: Run, job: Job, trainer: Any, folder: Path) -> None:
-    """Write the adapter's `README.md`, in place of peft's."""
-    plain = json.loads(run.redact(strict_json(dataclasses.asdict(card_facts(settings, run, job, trainer)))))
-    (folder / "README.md").write_text(card.render(card.Facts(**plain)), encoding="utf-8")
+    """Write the adapter's `README.md`, in place of peft's; one that cannot be written costs no adapter."""
+    try:
+        text = card.render(redacted(card_facts(settings, run, job, trainer), run.redact))
+    except Exception:
+        log.warning("the adapter has no model card of its own", exc_info=True)
+        return
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def card_facts(settings: Settings, run: Run, job: Job, trainer: Any) -> card.Facts:

@@ -16,6 +16,7 @@ from training.run import Run
 
 log = logging.getLogger(__name__)
 
+DRAWN_EVERY_S = 60.0  # saves may come faster, and would wait for their pictures
 Files = Mapping[str, bytes]
 
 
@@ -27,12 +28,16 @@ class Reporter:
     ):
         self.settings, self.run, self.job = settings, run, job
         self.evaluations, self.way = evaluations, way
+        self._drawn_at = -DRAWN_EVERY_S
 
     def later(self, state: Any, *, finished: bool = False) -> Callable[[], Files]:
         """Take what there is now; the result draws it, on whatever thread, and never fails."""
         if self.run.preemption.reason:  # the seconds that are left are the checkpoint's
             return dict
-        logged = self.run.stream.file(state.log_history)
+        logged, now = self.run.stream.file(state.log_history), time.monotonic()
+        if not finished and now - self._drawn_at < DRAWN_EVERY_S:
+            return lambda: logged
+        self._drawn_at = now
         return partial(draw, self.snapshot(state, finished), self.run.redact, logged)
 
     def snapshot(self, state: Any, finished: bool) -> Snapshot:
@@ -48,7 +53,7 @@ class Reporter:
             target_steps=state.max_steps,
             finished=finished,
             resumed=notes["resumed"],
-            lines=list(state.log_history),
+            lines=[dict(one) for one in state.log_history],
             samples=samples,
             samples_from=samples_from,
             settings=settings.table(),
