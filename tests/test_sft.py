@@ -285,7 +285,8 @@ def test_the_card_is_one_that_a_hub_takes(hub_run: HubRun, monkeypatch: pytest.M
     metrics = strict(hub_run.stored["metrics.json"])
     facts = {"steps": 21, "seconds": metrics["wall_seconds"], "tokens trained on": metrics["train_tokens"]}
     facts |= {"learning rate": 0.003, "LoRA rank, alpha": "32, 64", "seed": 0}
-    facts |= {"first logged loss": f"{losses[0]:.4g}", "last logged loss": f"{losses[1]:.4g}"}
+    first, last = (f"{one:.4g}" for one in losses)
+    facts |= {"Loss": f"{first} → **{last}** (first and last of 2 logged values; newest {last})"}
     for name, value in facts.items():
         assert f"| {name} | {value} |" in text
     assert metrics["notes"]["dataset_fingerprint"] in text and "acme/toy-words" in text
