@@ -63,10 +63,10 @@ def print_table(settings: Settings, out: TextIO) -> None:
 
 
 def announce(settings: Settings) -> None:
-    """Log the settings that somebody or something decided; the defaults are for `--check`."""
+    """Log the resolved table, by origin; what is empty is left out."""
     said: dict[str, list[str]] = {}
     for name, value, origin in settings.table():
-        if origin != "default" and value:
+        if value:
             said.setdefault(origin, []).append(f"{name}={value}")
     lines = [
         fill(
@@ -79,7 +79,7 @@ def announce(settings: Settings) -> None:
         )
         for origin, pairs in said.items()
     ]
-    log.info("settings that are not defaults:\n%s", "\n".join(lines))
+    log.info("settings:\n%s", "\n".join(lines))
 
 
 def print_facts(

@@ -77,13 +77,11 @@ def test_single_turn_environments_without_hooks_are_sampled_by_trl() -> None:
 
 
 def test_a_groups_tools_are_those_of_its_members() -> None:
-    from job.dataset import Prompts
-
     mixture = Environment.load("toy-group", {})
     rows = mixture.train_rows()
-    assert conversations.shows_tools(mixture, Prompts(["x"] * len(rows), rows, 0))
+    assert conversations.shows_tools(mixture, rows)
     words = [row for row in rows if not mixture.tools(row)]
-    assert words and not conversations.shows_tools(mixture, Prompts(["x"] * len(words), words, 0))
+    assert words and not conversations.shows_tools(mixture, words)
 
 
 # --- refusals ---

@@ -261,4 +261,4 @@ def test_a_run_without_vllm(tiny_model: Path, tmp_path: Path) -> None:
     metrics = strict((stored / "metrics.json").read_text())
     assert metrics["seed"] == 3 and metrics["generated_tokens"] > 0
     assert (stored / "DONE").exists() and (stored / "adapter" / "adapter_model.safetensors").exists()
-    assert "RL_USE_VLLM = off" in ended.err
+    assert "RL_USE_VLLM=off" in ended.err

@@ -198,8 +198,8 @@ def test_resolve_checks_and_warns_and_what_was_said_is_logged_without_secrets(ca
     assert settings.sft_epochs == 3
     unknown, table = caplog.messages
     assert unknown == "unknown variables, ignored: RL_STEP (did you mean RL_STEPS?)"
-    assert table.startswith("settings that are not defaults:\n")
-    assert "\n  variable: HF_TOKEN=***  SFT_EPOCHS=3\n" in table and "SFT_PACKING" not in table
+    assert table.startswith("settings:\n")
+    assert "\n  variable: HF_TOKEN=***  SFT_EPOCHS=3\n" in table and "SFT_PACKING=off" in table
     assert "hf_not_for_logs" not in caplog.text
     with pytest.raises(SettingsError, match="RUN_MODE"):
         rules.resolve({**env, "RUN_MODE": "rl"}, identity)

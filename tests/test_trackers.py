@@ -23,6 +23,11 @@ Job = Callable[..., dict[str, str]]
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(harness.TRACKERS))
+    import wandb
+    from trl.trainer import base_trainer, grpo_trainer
+
+    # TRL binds the name when it is imported, which was before the package could be found.
+    vars(base_trainer)["wandb"] = vars(grpo_trainer)["wandb"] = wandb
 
 
 @pytest.fixture

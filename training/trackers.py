@@ -146,14 +146,16 @@ def close_wandb(tracker: Any) -> Close:
     return close
 
 
-def quiet_trackio(args: Any, location: str, resumed: bool) -> None:
-    """Keep trackio's coloured hint out of standard output.
+def quiet_trackio(*_: Any) -> None:
+    """Keep what trackio says, some of it in colours, out of standard output, which is the launcher's.
 
-    trackio 0.43 prints it even without a terminal; to be removed when it no longer does.
+    trackio 0.43 prints without asking; to be removed when it can be told not to.
     """
-    from trackio import utils
+    import trackio
+    from trackio import run, utils
 
-    utils.print_dashboard_instructions = lambda project: None
+    for module in (trackio, run, utils):
+        vars(module)["print"] = lambda *said, **_: log.debug("trackio: %s", said)
 
 
 def close_trackio(tracker: Any) -> Close:
