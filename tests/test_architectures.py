@@ -110,7 +110,7 @@ def test_gradients_are_the_same_with_checkpointing(
     """As on a GPU: reentrant for Gated DeltaNet and experts, not for others."""
     from accelerate.state import AcceleratorState
 
-    # A colocated vLLM of another test leaves a process group behind, in which the trainer would wrap the model.
+    # The colocated vLLM of another test leaves a process group behind, and the trainer would wrap the model.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     AcceleratorState._reset_state(reset_partial_state=True)

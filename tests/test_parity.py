@@ -46,11 +46,12 @@ def answers(adapter: Path, base: Path, thinking: bool, questions: list[str]) -> 
 @pytest.mark.parametrize(
     ("name", "thinking"),
     [
-        ("qwen3", False),
+        pytest.param("qwen3", False, marks=pytest.mark.proof),
         ("qwen3", True),
         ("qwen3_5", True),  # the generation prompt opens the think block
-        ("inconsistent", False),  # only the generation prompt has an empty one
-        ("chatml", False),
+        # only the generation prompt has an empty one
+        pytest.param("inconsistent", False, marks=pytest.mark.proof),
+        pytest.param("chatml", False, marks=pytest.mark.proof),
         ("llama3", False),
     ],
 )
