@@ -15,6 +15,8 @@ from delivery.publisher import Publisher
 from delivery.store import Commit
 from tests.stores import Clock, Recorder
 
+pytestmark = pytest.mark.slow
+
 HUB_LIMIT, RUNS = 128, 8
 SILENCE_S = 1500.0  # a launcher takes a run for dead after that
 START = ("boot", "rl_start", "model_prefetched", "rl_train_start")

@@ -27,7 +27,7 @@ FILES = {"adapter.safetensors": b"\0weights" * 99, "optimizer.json": b"moments",
 COMMIT = "POST .*/commit/"
 
 
-pytestmark = pytest.mark.usefixtures("client_at_home", "default_client_after")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("client_at_home", "default_client_after")]
 
 
 @pytest.fixture(params=["hub", "folder"])

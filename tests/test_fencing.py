@@ -21,7 +21,7 @@ REPO, PREFIX = "acme/runs", "rl/run/seed0"
 COMMIT = "POST .*/commit/"
 
 
-pytestmark = pytest.mark.usefixtures("client_at_home", "default_client_after")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("client_at_home", "default_client_after")]
 
 
 @pytest.fixture(autouse=True)

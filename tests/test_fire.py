@@ -22,7 +22,7 @@ COMMIT = "POST .*/commit/"
 DEADLINE_S, LIMIT_S = 0.15, 0.03
 
 
-pytestmark = pytest.mark.usefixtures("client_at_home", "default_client_after")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("client_at_home", "default_client_after")]
 
 
 @pytest.fixture(autouse=True)

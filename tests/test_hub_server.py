@@ -35,6 +35,8 @@ from huggingface_hub.utils import _detect_agent, disable_progress_bars
 
 from tests.hub_server import Fault, HubServer
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "hf_test"
 RUNS = {"repo_id": "acme/runs", "repo_type": "dataset"}
 NOWHERE = "0" * 40
