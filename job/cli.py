@@ -105,6 +105,8 @@ def print_facts(
     out.write(f"batch: {batch.micro} x {batch.accumulation}\n")
     out.write(f"steps: {todo.steps}, {todo.passes:.1f} passes over the data\n")
     out.write(f"tokens: {tokens}\n")
+    if todo.evaluated_tokens:
+        out.write(f"evaluations: at most {todo.evaluated_tokens:,} tokens\n")
 
 
 def histogram(lengths: Sequence[int], bins: int = 10, width: int = WIDTH - 2) -> list[str]:

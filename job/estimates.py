@@ -1,7 +1,7 @@
 """What a job will take: steps, tokens, memory, disk, hours and cost. Rough estimates, each by one formula."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import recipe
 from job.model_size import ModelSize, model_size
@@ -33,12 +33,13 @@ class Data:
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed: optimizer steps, their tokens (for rl at most), passes over the rows."""
+    """What is computed: optimizer steps, their tokens (for rl at most), passes over the rows, evaluations."""
 
     steps: int
     trained_tokens: int
     generated_tokens: int
     passes: float
+    evaluated_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,12 @@ def work(settings: Settings, batch: Batch, rows: Data) -> Work:
         generated_tokens=answers * rows.answer,
         passes=answers / settings.rl_group_size / count,
     )
+
+
+def with_evaluations(settings: Settings, todo: Work, questions: int) -> Work:
+    """The work and, at most, the tokens of first answers to so many questions every so many steps."""
+    times = -(-todo.steps // settings.eval_every_steps)
+    return replace(todo, evaluated_tokens=times * questions * settings.eval_tokens)
 
 
 def machine(settings: Settings, plan: WeightsPlan, batch: Batch, rows: Data, todo: Work) -> Machine | None:
@@ -152,12 +159,11 @@ def disk_gb(settings: Settings, plan: WeightsPlan, size: ModelSize) -> float:
 
 
 def hours(size: ModelSize, todo: Work, card: Gpu | None, processes: int) -> float | None:
-    """0.15 h + (6 * params * trained / 30 % + 2 * params * generated / 10 %) / (FLOPS * processes)."""
+    """0.15 h + (6 * params * trained / 30 % + 2 * params * (generated + evaluated) / 10 %) / FLOPS of all."""
     if card is None:
         return None
-    flop = size.active * (
-        6 * todo.trained_tokens / TRAINING_SHARE + 2 * todo.generated_tokens / SAMPLING_SHARE
-    )
+    sampled = todo.generated_tokens + todo.evaluated_tokens
+    flop = size.active * (6 * todo.trained_tokens / TRAINING_SHARE + 2 * sampled / SAMPLING_SHARE)
     return SETUP_HOURS + flop / (card.tflops * 1e12 * processes) / 3600
 
 

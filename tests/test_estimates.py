@@ -136,6 +136,12 @@ def test_work_of_grpo_is_an_upper_bound():
     assert estimates.work(job, Batch(4, 2), found) == Work(10, 80 * 150, 80 * 100, pytest.approx(20 / 3))
 
 
+def test_evaluations_are_counted_with_the_last_step() -> None:
+    job = settings(AUTOSLM_EVAL_EVERY_STEPS="10", AUTOSLM_EVAL_MAX_NEW="5")
+    todo = estimates.with_evaluations(job, Work(25, 100, 0, 1.0), 8)
+    assert todo == Work(25, 100, 0, 1.0, evaluated_tokens=3 * 8 * 5)
+
+
 def test_a_conversation_may_fill_the_engine():
     job = rl(RL_MAX_COMPLETION=100, RL_VLLM_MAX_LEN=1000)
     assert estimates.data(job, [60, 40, 50], 0, multi_turn=True).answer == 950

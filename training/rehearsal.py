@@ -30,6 +30,8 @@ def rehearse(env: MutableMapping[str, str], out: TextIO) -> None:
     cli.print_table(settings, out)
     found = estimates.data(settings, lengths, over_budget, multi_turn=job.env.multi_turn)
     todo = estimates.work(settings, batch, found)
+    if job.examiner:
+        todo = estimates.with_evaluations(settings, todo, len(job.examiner.exam.rows))
     needs = estimates.machine(settings, job.plan, batch, found, todo)
     cli.print_facts(settings, job.metrics.notes, batch, found, todo, out)
     cli.print_machine(settings, needs, out)
