@@ -29,7 +29,7 @@ check: venv
 	$(PY) -m pytest -m "not slow and not proof and not chaos" -n 2
 
 test: check
-	$(PY) -m pytest -m "slow and not proof" -n 2 --dist loadfile
+	$(PY) -m pytest -m "slow and not proof" -n 2 --dist loadfile --no-loadscope-reorder
 
 proof: venv
 	$(PY) -m pytest -m proof
