@@ -38,11 +38,11 @@ EXTRAS = {
 }
 STORY = ["boot", "rl_start", "model_prefetched", "rl_train_start"]
 STORY += [
-    *["rl_step"] * 3,
+    *["rl_step"] * 4,
     "rl_eval",
     *["rl_step"] * 4,
     "rl_eval",
-    *["rl_step"] * 3,
+    *["rl_step"] * 2,
 ]  # at 4, at 8, at the end
 STORY += ["rl_eval", "rl_trained", "rl_train_done", "done"]  # the one checkpoint lands when it lands
 NOTES = {

@@ -129,7 +129,8 @@ def test_a_good_run_exits_0_and_ends_with_its_metrics(hub_run: HubRun) -> None:
 def test_without_a_terminal_a_run_prints_plain_lines_and_a_summary(hub_run: HubRun) -> None:
     printed = hub_run.ended.out + hub_run.ended.err
     assert [*filter(lambda one: ord(one) < 32 and one != "\n", printed)] == []
-    assert all(line.startswith(("HEARTBEAT {", "NODE DONE: {")) for line in hub_run.ended.out.splitlines())
+    protocol = ("HEARTBEAT {", "NODE DONE: {", "[INFO] Running in WANDB offline mode")  # transformers'
+    assert [line for line in hub_run.ended.out.splitlines() if not line.startswith(protocol)] == []
     assert "Warning" not in hub_run.ended.err and "it/s" not in printed and "examples/s" not in printed
     summary = hub_run.ended.err.partition("summary:\n")[2]
     assert f"run         {PREFIX}, finished" in summary and f"artifacts   acme/runs/{PREFIX}" in summary
