@@ -94,6 +94,6 @@ def license_of(settings: Settings, plan: WeightsPlan) -> dict[str, str]:
         folder = Path(repository.description(settings, plan.base, plan.base_commit))
         found = metadata_load(folder / "README.md") or {}
     except (ModelUnreachable, SettingsError, OSError, ValueError, YAMLError) as error:
-        log.info("the license of %s is not known: %s", plan.base, error)
+        log.debug("the license of %s is not known: %s", plan.base, error)
         return {}
     return {name: found[name] for name in card.LICENSE_FIELDS if isinstance(found.get(name), str)}
