@@ -82,11 +82,6 @@ def check_learning(tmp_path: Path, record_property: Callable[[str, object], None
     return check
 
 
-@pytest.mark.slow
-def test_guessing_is_learned_with_vllm(check_learning: Any, tiny_model: Path) -> None:
-    check_learning(tiny_model, "demo-guessing", GUESSING, vllm=1, seed=0)
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("vllm", [0, 1], ids=["model", "vllm"])

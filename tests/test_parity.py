@@ -47,7 +47,7 @@ def answers(adapter: Path, base: Path, thinking: bool, questions: list[str]) -> 
     ("name", "thinking"),
     [
         pytest.param("qwen3", False, marks=pytest.mark.proof),
-        ("qwen3", True),
+        pytest.param("qwen3", True, marks=pytest.mark.proof),
         ("qwen3_5", True),  # the generation prompt opens the think block
         # only the generation prompt has an empty one
         pytest.param("inconsistent", False, marks=pytest.mark.proof),

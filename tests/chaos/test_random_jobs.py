@@ -229,11 +229,6 @@ def test_a_few_random_jobs_are_refused_in_one_line_or_in_range() -> None:
     go_through(30)
 
 
-@pytest.mark.slow
-def test_200_random_jobs_are_refused_in_one_line_or_in_range() -> None:
-    go_through(200)
-
-
 @pytest.mark.chaos
 def test_random_jobs_are_refused_in_one_line_or_in_range(tell: Callable[[object], None]) -> None:
     tell(f"random jobs: {dict(go_through(EXAMPLES))}")
