@@ -364,8 +364,7 @@ def test_trackers_have_every_log_under_the_runs_name(
 ) -> None:
     import sqlite3
 
-    monkeypatch.syspath_prepend(str(harness.TRACKERS))
-
+    tracked.find_packages(monkeypatch)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     losses = {beat["step"]: beat["loss"] for beat in hub_run.ended.beats if beat["stage"] == "sft_step"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import harness, tracked
+from tests import tracked
 from tests.harness import Finished
 from training.preemption import EXIT_CODE
 
@@ -22,12 +22,7 @@ Job = Callable[..., dict[str, str]]
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(harness.TRACKERS))
-    import wandb
-    from trl.trainer import base_trainer, grpo_trainer
-
-    # TRL binds the name when it is imported, which was before the package could be found.
-    vars(base_trainer)["wandb"] = vars(grpo_trainer)["wandb"] = wandb
+    tracked.find_packages(monkeypatch)
 
 
 @pytest.fixture

@@ -9,9 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.harness import TRACKERS
+
 FILE_HEADER, BLOCK = 7, 32768
 PART = struct.Struct("<IHB")  # checksum, length, kind
 WHOLE, LAST = 1, 4
+
+
+def find_packages(patch: pytest.MonkeyPatch) -> None:
+    """Let this process import the trackers, which are not where other tests' packages are."""
+    patch.syspath_prepend(str(TRACKERS))
+    import wandb
+    from trl.trainer import base_trainer, grpo_trainer
+
+    # TRL binds the name when it is imported and finds the package, and uses it as soon as it finds the package.
+    vars(base_trainer)["wandb"] = vars(grpo_trainer)["wandb"] = wandb
 
 
 @dataclass
