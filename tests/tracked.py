@@ -24,7 +24,7 @@ def find_packages(patch: pytest.MonkeyPatch) -> None:
     import wandb
     from trl.trainer import base_trainer, grpo_trainer
 
-    # TRL binds the name when it is imported and finds the package, and uses it as soon as it finds the package.
+    # TRL binds the name if it finds the package when imported, and uses it if it finds the package later.
     vars(base_trainer)["wandb"] = vars(grpo_trainer)["wandb"] = wandb
 
 
