@@ -39,7 +39,7 @@ QUIET = {
 }
 PLAN = """\
 Fine-tunes a tiny language model on this machine's CPU, with the same worker
-that runs on a GPU. About seven minutes on two free cores:
+that runs on a GPU. About five minutes on two free cores:
 
   1/5  build a base model that knows digits and chat turns, but no sums   30 s
   2/5  supervised: 7000 sums, two passes                                 2 min
