@@ -14,6 +14,7 @@ from delivery.samples import Sample, described, select, summary
 
 CURVES = "report/curves.png"
 LOG = "metrics.jsonl"
+SUMMARY = "train_loss"  # only what transformers logs when training has ended has it
 AVERAGED = 10  # logged values at either end of a run
 CAPTION = "Faint lines are the logged values, strong ones the mean of those around."
 SPLITS = {"eval": "held-out", "train": "training"}
@@ -62,7 +63,7 @@ class Snapshot:
 
 def metrics_jsonl(lines: Sequence[Mapping[str, Any]]) -> bytes:
     """One strict JSON object a line; the summary that transformers logs last is left out."""
-    kept = [dict(one) for one in lines if "train_loss" not in one]
+    kept = [dict(one) for one in lines if SUMMARY not in one]
     return "".join(f"{strict_json(one)}\n" for one in kept).encode()
 
 

@@ -27,12 +27,13 @@ class MeasuredTrainer:
             self.measured_at = began + seconds, tokens
 
     def log(self: Any, logs: dict[str, Any], start_time: float | None = None) -> None:
-        now, tokens = time.monotonic(), self.tokens_so_far
-        if self.measured_at is not None:
-            began, before = self.measured_at
-            logs["tokens_per_second"] = (tokens - before) / (now - began)
-        self.measured_at = now, tokens
-        logs["memory_gb"] = memory_bytes(self.args.device) / GB
+        if SUMMARY not in logs:
+            now, tokens = time.monotonic(), self.tokens_so_far
+            if self.measured_at is not None:
+                began, before = self.measured_at
+                logs["tokens_per_second"] = (tokens - before) / (now - began)
+            self.measured_at = now, tokens
+            logs["memory_gb"] = memory_bytes(self.args.device) / GB
         super().log(logs, start_time)  # type: ignore[misc]
 
 
