@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from delivery.report import LOG, metrics_jsonl
+from delivery.report import LOG, SUMMARY, metrics_jsonl
 
 GB = 1e9
 
