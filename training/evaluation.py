@@ -217,12 +217,9 @@ class Evaluations:
         """Evaluate, and tell the beats, the log history and the trackers; training goes on in any case."""
         if self.examiner is None:
             return
-        began, split = time.monotonic(), self.examiner.exam.split
-        facts = {"eval_split": split, **self._evaluate(self.examiner)}
-        spent = time.monotonic() - began
-        self.seconds += spent
+        facts = {"eval_split": self.examiner.exam.split, **self._evaluate(self.examiner)}
         self.step = state.global_step
-        self._log(state, facts, spent)
+        self._log(state, facts)
         files = self.stream.file(state.log_history)
         self.publisher.beat(f"{self.settings.mode}_eval", files, step=state.global_step, **facts)
 
@@ -233,10 +230,14 @@ class Evaluations:
             return self._skipped(f"model getter failed: {error}")
         if trainer is None:
             return self._skipped("no model available")
+        began = time.monotonic()
         try:
             self.conversations = examiner.examine(trainer)
         except Exception as error:  # noqa: BLE001 - see the module's text
             return self._skipped(f"{type(error).__name__}: {error}")
+        finally:
+            self.seconds += time.monotonic() - began
+            trainer.pause(time.monotonic() - began)
         scores = [one.score for one in self.conversations]
         return summary(scores, examiner.pass_threshold, with_metrics=examiner.player is None)
 
@@ -246,17 +247,17 @@ class Evaluations:
         log.warning("evaluation skipped: %s", reason)
         return {"eval_skipped": True, "eval_reason": reason}
 
-    def _log(self, state: Any, facts: dict[str, Any], spent: float) -> None:
+    def _log(self, state: Any, facts: dict[str, Any]) -> None:
         from transformers import Trainer
 
         if "eval_skipped" in facts:
             state.log_history.append({"step": state.global_step, **facts})
             return
-        trainer = self.get_trainer()
         numbers = {name: value for name, value in facts.items() if not isinstance(value, str)}
-        Trainer.log(trainer, numbers)  # not TRL's own, which would take what the next step is to report
+        Trainer.log(
+            self.get_trainer(), numbers
+        )  # not TRL's own, which would take what the next step is to report
         state.log_history[-1].update(facts)
-        trainer.pause(spent)
 
 
 def is_due(step: int, every: int) -> bool:

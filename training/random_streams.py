@@ -13,15 +13,17 @@ def sampler_seed(seed: int, step: int, rank: int) -> int:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Building an engine seeds the process's generators; the trainer's go on as if it had not."""
+    """The process's generators go on as if nothing had been drawn or seeded inside, also after a failure."""
     import numpy
     import torch
 
     python, arrays = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    numpy.random.set_state(arrays)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
 
 
 @contextmanager
