@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from delivery.hub_client import StoreError, Unavailable, ask_again, export_token
-from delivery.patience import Superseded
+from delivery.errors import StoreError, Superseded, Unavailable
+from delivery.hub_client import export_token
+from delivery.patience import ask_again
 from delivery.redaction import redactor
 from delivery.store import Store
 from delivery.terminal import say, set_up_logging

@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from accounting import strict_json
-from delivery.hub_client import NotFound, ask_again
-from delivery.patience import Superseded
+from delivery.errors import NotFound, Superseded
+from delivery.patience import ask_again
 from delivery.publisher import Publisher
 from delivery.store import Commit, Content, Store
 

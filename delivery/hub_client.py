@@ -1,41 +1,14 @@
-"""How the Hub's client waits and fails: timeouts it lacks, and its exceptions told apart.
-
-"Not found" is an answer. "Could not ask" is `Unavailable`.
-"""
+"""How the Hub's client waits and fails: timeouts it lacks, and its exceptions told apart."""
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
+from delivery.errors import Conflict, StoreError, Unavailable, Unreachable
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 15.0, 120.0
 BUSY_STATUS = frozenset({408, 425, 429, 502, 503, 504})
 CONFLICT_STATUS = frozenset({409, 412})  # another commit was in the way
-
-
-class StoreError(RuntimeError):
-    """The store answered, and the answer was no: trying again later will not help by itself."""
-
-
-class Unavailable(StoreError):
-    """The store failed to answer properly: the same request may work later."""
-
-
-class Unreachable(Unavailable):
-    """The store could not be asked, or is too busy: worth waiting for."""
-
-    def __init__(self, message: str, retry_after_s: float | None = None):
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-class NotFound(StoreError):
-    """There is no such file."""
-
-
-class Conflict(Unavailable):
-    """Another commit landed first."""
 
 
 def set_hub_timeouts() -> None:
@@ -63,12 +36,6 @@ def _hub_client() -> Any:
     return httpx2.Client(
         event_hooks={"request": [hf_request_event_hook, limit]}, follow_redirects=True, timeout=timeout
     )
-
-
-# For questions that a run cannot go on without: a decorator.
-ask_again = retry(
-    retry=retry_if_exception_type(Unavailable), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
-)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How long one commit is tried: a hung one is left behind, a busy Hub is waited for, a refusal is not."""
+"""How long a store is asked: a hung commit is left behind, a busy Hub waited for, a refusal is not."""
 
 import logging
 import threading
@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type
+from tenacity import RetryCallState, Retrying, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from delivery.hub_client import StoreError, Unreachable
+from delivery.errors import StoreError, Superseded, Unavailable, Unreachable
 from delivery.store import Check, Commit, Read, Store
 
 log = logging.getLogger(__name__)
@@ -19,8 +19,10 @@ LONGEST_ASKED_PAUSE_S = 3600.0
 COMMIT_LIMIT_S, SLOWEST_BYTES_PER_S = 180.0, 500_000  # a commit that takes longer has hung
 
 
-class Superseded(StoreError):
-    """A newer attempt of the same run is at work: this one may write nothing any more."""
+# For questions that a run cannot go on without: a decorator.
+ask_again = retry(
+    retry=retry_if_exception_type(Unavailable), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
+)
 
 
 class _LeftBehind(StoreError):

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from accounting import strict_json
 from delivery.budget import Budget
-from delivery.hub_client import NotFound, StoreError, Unavailable, Unreachable
-from delivery.patience import COMMIT_LIMIT_S, Patience, Persistence, Superseded
+from delivery.errors import NotFound, StoreError, Superseded, Unavailable, Unreachable
+from delivery.patience import COMMIT_LIMIT_S, Patience, Persistence
 from delivery.progress import UPLOADING
 from delivery.pulse import Pulse
 from delivery.store import Commit, Content, Read, Store

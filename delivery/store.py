@@ -1,6 +1,6 @@
 """Where a run's files go: a Hub dataset repository, or a folder with the same layout.
 
-"Not found" is an answer. "Could not ask" raises `Unavailable`. Paths are relative to the run's prefix.
+Paths are relative to the run's prefix.
 """
 
 import errno
@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from delivery.hub_client import Conflict, NotFound, StoreError, Unavailable, hub_errors, set_hub_timeouts
+from delivery.errors import Conflict, NotFound, StoreError, Unavailable
+from delivery.hub_client import hub_errors, set_hub_timeouts
 
 log = logging.getLogger(__name__)
 

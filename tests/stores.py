@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from delivery.hub_client import NotFound
+from delivery.errors import NotFound
 from delivery.store import Check, Commit
 from tests.hub_server import Fault
 

@@ -14,7 +14,7 @@ import pytest
 
 from accounting import Tally
 from delivery.checkpoints import AnotherJob, Checkpoints, File, Manifest, stage, stale_steps
-from delivery.hub_client import StoreError, Unavailable, Unreachable
+from delivery.errors import StoreError, Unavailable, Unreachable
 from delivery.publisher import Publisher
 from delivery.redaction import redactor
 from delivery.store import Commit, FolderStore, HubStore, Store

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from delivery.checkpoints import Checkpoints
-from delivery.patience import Patience, Persistence, Superseded
+from delivery.errors import Superseded
+from delivery.patience import Patience, Persistence
 from delivery.publisher import Publisher
 from delivery.store import Commit, FolderStore, HubStore, Store
 from tests.hub_server import Fault, HubServer

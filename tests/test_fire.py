@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from delivery.hub_client import StoreError, Unavailable, Unreachable
+from delivery.errors import StoreError, Unavailable, Unreachable
 from delivery.publisher import Publisher
 from delivery.store import Commit, HubStore, Store
 from tests.hub_server import Fault, HubServer

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from delivery.hub_client import StoreError, Unavailable, Unreachable
+from delivery.errors import StoreError, Unavailable, Unreachable
 from delivery.publisher import Publisher
 from delivery.pulse import STILL_S, Pulse
 from delivery.redaction import redactor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import worker
-from delivery.hub_client import Unreachable
+from delivery.errors import Unreachable
 from job.settings import identify
 from training.run import Run
 

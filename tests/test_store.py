@@ -9,7 +9,8 @@ import pytest
 from huggingface_hub.utils import _http
 
 from delivery import hub_client
-from delivery.hub_client import NotFound, StoreError, Unavailable, Unreachable, set_hub_timeouts
+from delivery.errors import NotFound, StoreError, Unavailable, Unreachable
+from delivery.hub_client import set_hub_timeouts
 from delivery.store import Commit, FolderStore, HubStore, Store, folder_files, open_store
 from tests.hub_server import Fault, HubServer
 

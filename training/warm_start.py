@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import recipe
-from delivery.hub_client import ask_again
+from delivery.patience import ask_again
 from delivery.store import Store, open_store
 from job.settings import Settings, SettingsError
 from job.weights import EXCLUDED_MODULES, EXPERT_MODULES, WeightsPlan
