@@ -7,22 +7,22 @@ import errno
 import fcntl
 import logging
 import os
-import random
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random
+
 from delivery.errors import Conflict, NotFound, StoreError, Unavailable
 from delivery.hub_client import hub_errors, set_hub_timeouts
 
 log = logging.getLogger(__name__)
 
-CONFLICT_TRIES, CONFLICT_PAUSE_S = 10, 0.5
+CONFLICT_TRIES = 10
 Content = bytes | Path
 Read = Callable[[str], bytes]
 Check = Callable[[Read], None]
@@ -224,22 +224,21 @@ class HubStore:
                 return []
         return sorted(path.relative_to(self.prefix).as_posix() for path in paths)
 
+    @retry(
+        retry=retry_if_exception_type(Conflict),
+        stop=stop_after_attempt(CONFLICT_TRIES),
+        wait=wait_random(0.25, 0.75),
+        reraise=True,
+    )
     def put(self, commit: Commit, check: Check | None = None) -> None:
         """Commit only on top of the very state that was checked; what moved in between is checked again.
 
         A commit that hung and was given up can therefore never land after a later one. Of a commit whose
         answer was lost the client finds every file unchanged, and makes no second one.
         """
-        for tries_left in reversed(range(CONFLICT_TRIES)):
-            additions = self._additions(commit)  # a file that has gone is no trouble with the Hub
-            try:
-                with hub_errors(commit.message):
-                    self._commit(commit, additions, check)
-                return
-            except Conflict:
-                if not tries_left:
-                    raise
-                time.sleep(CONFLICT_PAUSE_S * random.uniform(0.5, 1.5))
+        additions = self._additions(commit)  # a file that has gone is no trouble with the Hub
+        with hub_errors(commit.message):
+            self._commit(commit, additions, check)
 
     def _additions(self, commit: Commit) -> tuple[Any, ...]:
         from huggingface_hub import CommitOperationAdd
