@@ -22,12 +22,11 @@ from delivery.terminal import say
 
 log = logging.getLogger(__name__)
 
-THROTTLED_STAGES = frozenset({"sft_step", "rl_step"})
-URGENT_STAGES = frozenset({"preempting"})
 HEARTBEAT = "heartbeat.json"
 FLUSH_S, URGENT_PAUSE_S, UPLOAD_BYTES_PER_S = 120.0, 1.0, 5_000_000
 
 Kind = Literal["throttled", "milestone", "urgent", "required", "checkpoint"]
+KINDS: Mapping[str, Kind] = {"sft_step": "throttled", "rl_step": "throttled", "preempting": "urgent"}
 Beat = tuple[str, Mapping[str, Any]]  # stage and extras
 
 
@@ -96,12 +95,12 @@ class Publisher:
         """
         with self._changed:
             self._remember(stage, extras)
-            self._beat(stage, extras, stage in THROTTLED_STAGES, files or {})
+            self._beat(KINDS.get(stage, "milestone"), stage, extras, files or {})
 
     def ping(self, **counter: Any) -> None:
         """Repeat the newest beat as a sign of life."""
         with self._changed:
-            self._beat(self.last_stage, {**self.last_extras, "liveness": True, **counter}, True, {})
+            self._beat("throttled", self.last_stage, {**self.last_extras, "liveness": True, **counter}, {})
 
     def upload(
         self, what: str, files: Mapping[str, Content], stage: str | None = None, **extras: Any
@@ -166,16 +165,13 @@ class Publisher:
     def _payload(self, stage: str, extras: Mapping[str, Any]) -> str:
         return self.redact(strict_json({"stage": stage, "ts": time.time(), **self.header, **extras}))
 
-    def _beat(
-        self, stage: str, extras: Mapping[str, Any], throttled: bool, files: Mapping[str, Content]
-    ) -> None:
+    def _beat(self, kind: Kind, stage: str, extras: Mapping[str, Any], files: Mapping[str, Content]) -> None:
         text = self._payload(stage, extras)
         self._write_locally(text)
-        if not throttled or self._is_due():
-            if throttled:
+        if kind != "throttled" or self._is_due():
+            if kind == "throttled":
                 self._drop_throttled()
             commit = Commit(f"heartbeat: {stage}", {**files, HEARTBEAT: text.encode()})
-            kind: Kind = "urgent" if stage in URGENT_STAGES else "throttled" if throttled else "milestone"
             self._enqueue(kind, commit.message, lambda: commit)
         self._tell(stage, extras, text)
 
@@ -275,9 +271,7 @@ class Publisher:
             time.sleep(min(seconds, URGENT_PAUSE_S))
 
     def _is_urgent(self) -> bool:
-        return any(
-            parcel.kind == "urgent" for parcel in (self._in_flight, *self._queue) if parcel is not None
-        )
+        return any(one.kind == "urgent" for one in self._left())
 
     def _settle(self, parcel: Parcel) -> None:
         """Put a parcel into the store; whatever happens, its outcome is set: `upload` waits for it."""
