@@ -121,20 +121,19 @@ class Checkpoints:
         found = []
         for step in sorted(self._there, reverse=True):
             try:
-                manifest = Manifest.from_json(self.store.read(f"{_folder(step)}{MANIFEST}"))
+                found.append(self._manifest(step))
             except NotFound:
                 log.warning("checkpoint-%d in the store is incomplete: passed over", step)
             except ValueError as error:
                 log.warning("checkpoint-%d in the store is passed over: %s", step, error)
-            else:
-                if manifest.step == step:
-                    found.append(manifest)
-                else:
-                    log.warning(
-                        "checkpoint-%d in the store is passed over: it is step %d", step, manifest.step
-                    )
         self._complete = {one.step for one in found}
         return found
+
+    def _manifest(self, step: int) -> Manifest:
+        manifest = Manifest.from_json(self.store.read(f"{_folder(step)}{MANIFEST}"))
+        if manifest.step != step:
+            raise ValueError(f"it is step {manifest.step}")
+        return manifest
 
     def bring(self, found: list[Manifest], folder: Path) -> Manifest | None:
         """Download the newest step whose files are what its manifest says, into an emptied folder."""
