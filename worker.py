@@ -33,7 +33,6 @@ from training import (
     gpu,
     inputs,
     midrun,
-    preemption,
     rehearsal,
     rewards,
     saving,
@@ -41,7 +40,7 @@ from training import (
     warm_start,
 )
 from training.observers import Observers, observe
-from training.preemption import Preempted, Signals
+from training.preemption import EXIT_CODE, Preempted, Signals
 from training.reporting import Files
 from training.run import Run
 
@@ -291,7 +290,7 @@ def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
             raise ValueError(f"unknown arguments {' '.join(arguments)!r}: see python worker.py --help")
     except Preempted as stop:
         log.warning("%s: unfinished, to be resumed", stop)
-        return preemption.EXIT_CODE
+        return EXIT_CODE
     except BaseException as error:  # everything was reported: the exit code is what is left
         known = isinstance(error, ONE_LINE_ERRORS)
         log.error("%s: %s", type(error).__name__, error, exc_info=None if known else error)
