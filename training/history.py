@@ -13,6 +13,7 @@ GB = 1e9
 class MeasuredTrainer:
     """Adds tokens per second and memory to what a trainer logs. A mixin, as importing TRL is not free."""
 
+    sampling_passes = 0  # forward passes, or steps of the engine, that made tokens
     measured_at: tuple[float, int] | None = None  # seconds, tokens
 
     @property

@@ -23,7 +23,6 @@ class SavingTrainer:
     """What the library's trainers lack: a full disk costs a checkpoint, not the run; saves are timed."""
 
     save_seconds = 0.0
-    sampling_passes = 0  # forward passes, or steps of the engine, that made tokens
     saved_step = 0
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
