@@ -78,12 +78,11 @@ class Publisher:
         self._known: tuple[Any, ...] | None = None  # attempts whose beat in the store is no newer one's
         self._superseded: Superseded | None = None
         self._persistence = Persistence(store, self._check_owner, clock, sleep or self._pause, commit_limit_s)
-        self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
         self._pulse = Pulse(self)
 
     def start(self) -> None:
         """Begin to work off the queue, and to ping."""
-        self._thread.start()
+        threading.Thread(target=self._work, name="publisher", daemon=True).start()
         self._pulse.start()
 
     # --- what the run calls ---
