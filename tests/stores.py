@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ import pytest
 
 from delivery.errors import NotFound
 from delivery.store import Check, Commit
+from tests.harness import strict
 from tests.hub_server import Fault
 
 PATIENCE_S = 20.0  # for what happens at once; only a broken publisher uses it up
@@ -96,15 +96,6 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.naps.append(seconds)
         self.now += seconds
-
-
-def strict(text: Any) -> Any:
-    """Decode JSON that must hold no NaN."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 class Held(Fault):

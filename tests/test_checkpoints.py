@@ -18,8 +18,9 @@ from delivery.errors import StoreError, Unavailable, Unreachable
 from delivery.publisher import Publisher
 from delivery.redaction import redactor
 from delivery.store import Commit, FolderStore, HubStore, Store
+from tests.harness import strict
 from tests.hub_server import Fault
-from tests.stores import PATIENCE_S, Clock, Recorder, strict
+from tests.stores import PATIENCE_S, Clock, Recorder
 
 REPO, PREFIX = "acme/runs", "rl/run/seed0"
 JOB = {"model": "tiny", "lora_rank": 8, "environment.params": {"split": "train"}}

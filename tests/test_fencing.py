@@ -15,8 +15,9 @@ from delivery.errors import Superseded
 from delivery.patience import Patience, Persistence
 from delivery.publisher import Publisher
 from delivery.store import Commit, FolderStore, HubStore, Store
+from tests.harness import strict
 from tests.hub_server import Fault, HubServer
-from tests.stores import PATIENCE_S, Held, Recorder, strict, until
+from tests.stores import PATIENCE_S, Held, Recorder, until
 
 REPO, PREFIX = "acme/runs", "rl/run/seed0"
 COMMIT = "POST .*/commit/"

@@ -14,8 +14,9 @@ import pytest
 from delivery.errors import StoreError, Unavailable, Unreachable
 from delivery.publisher import Publisher
 from delivery.store import Commit, HubStore, Store
+from tests.harness import strict
 from tests.hub_server import Fault, HubServer
-from tests.stores import PATIENCE_S, Clock, Held, Recorder, strict, until
+from tests.stores import PATIENCE_S, Clock, Held, Recorder, until
 
 REPO, PREFIX = "acme/runs", "rl/run/seed0"
 COMMIT = "POST .*/commit/"

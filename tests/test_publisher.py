@@ -19,7 +19,8 @@ from delivery.publisher import Publisher
 from delivery.pulse import STILL_S, Pulse
 from delivery.redaction import redactor
 from delivery.store import Commit, FolderStore
-from tests.stores import PATIENCE_S, Clock, Recorder, strict
+from tests.harness import strict
+from tests.stores import PATIENCE_S, Clock, Recorder
 
 HEADER = {"run_id": "r", "mode": "rl", "seed": 3, "attempt": "a1"}
 
