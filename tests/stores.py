@@ -15,8 +15,10 @@ import pytest
 from delivery.errors import NotFound
 from delivery.store import Check, Commit
 from tests.harness import strict
-from tests.hub_server import Fault
+from tests.hub_server import Fault, HubServer
 
+REPO, PREFIX = "acme/runs", "rl/run/seed0"
+COMMIT = "POST .*/commit/"
 PATIENCE_S = 20.0  # for what happens at once; only a broken publisher uses it up
 
 
@@ -96,6 +98,11 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.naps.append(seconds)
         self.now += seconds
+
+
+def messages(hub: HubServer) -> list[str]:
+    """What was committed since the repository was made: the stages of beats, the names of the rest."""
+    return [commit.message.removeprefix("heartbeat: ") for commit in hub.commits(REPO)][1:]
 
 
 class Held(Fault):

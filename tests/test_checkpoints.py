@@ -20,12 +20,10 @@ from delivery.redaction import redactor
 from delivery.store import Commit, FolderStore, HubStore, Store
 from tests.harness import strict
 from tests.hub_server import Fault
-from tests.stores import PATIENCE_S, Clock, Recorder
+from tests.stores import COMMIT, PATIENCE_S, PREFIX, REPO, Clock, Recorder
 
-REPO, PREFIX = "acme/runs", "rl/run/seed0"
 JOB = {"model": "tiny", "lora_rank": 8, "environment.params": {"split": "train"}}
 FILES = {"adapter.safetensors": b"\0weights" * 99, "optimizer.json": b"moments", "deep/state.json": b"{}"}
-COMMIT = "POST .*/commit/"
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("client_at_home", "default_client_after")]

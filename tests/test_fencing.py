@@ -17,11 +17,7 @@ from delivery.publisher import Publisher
 from delivery.store import Commit, FolderStore, HubStore, Store
 from tests.harness import strict
 from tests.hub_server import Fault, HubServer
-from tests.stores import PATIENCE_S, Held, Recorder, until
-
-REPO, PREFIX = "acme/runs", "rl/run/seed0"
-COMMIT = "POST .*/commit/"
-
+from tests.stores import COMMIT, PATIENCE_S, PREFIX, REPO, Held, Recorder, messages, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("client_at_home", "default_client_after")]
 
@@ -76,10 +72,6 @@ def authors(hub: HubServer) -> list[str]:
     """Whose beat each commit holds, in the order of the log."""
     beats = [commit.added.get(f"{PREFIX}/heartbeat.json") for commit in hub.commits(REPO)]
     return [strict(one)["attempt"] for one in beats if one]
-
-
-def messages(hub: HubServer) -> list[str]:
-    return [commit.message.removeprefix("heartbeat: ") for commit in hub.commits(REPO)][1:]
 
 
 # --- two attempts ---

@@ -16,10 +16,8 @@ from delivery.publisher import Publisher
 from delivery.store import Commit, HubStore, Store
 from tests.harness import strict
 from tests.hub_server import Fault, HubServer
-from tests.stores import PATIENCE_S, Clock, Held, Recorder, until
+from tests.stores import COMMIT, PATIENCE_S, PREFIX, REPO, Clock, Held, Recorder, messages, until
 
-REPO, PREFIX = "acme/runs", "rl/run/seed0"
-COMMIT = "POST .*/commit/"
 DEADLINE_S, LIMIT_S = 0.15, 0.03
 
 
@@ -61,10 +59,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Publisher]]:
 def rest(seconds: float) -> None:
     """Let other threads go on for a moment."""
     threading.Event().wait(min(seconds, 0.002))
-
-
-def messages(hub: HubServer) -> list[str]:
-    return [commit.message.removeprefix("heartbeat: ") for commit in hub.commits(REPO)][1:]
 
 
 def take_away(hub: HubServer) -> None:
