@@ -31,6 +31,7 @@ COMMIT_SECONDS = 0.3  # long enough to be killed in
 LANDS_WITHIN_S = 12.0  # on a busy machine: a commit that takes longer is stuck
 STEP_FILE = re.compile(r"checkpoint/checkpoint-(\d+)/(.+)")
 TOLD_ON_LANDING = frozenset({"checkpoint_uploaded", "sft_trained", "rl_trained", "done"})
+REQUIRED = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "metrics.json")
 THROTTLED = frozenset({"sft_step", "rl_step"})
 
 
@@ -75,7 +76,7 @@ class Moment:
 
 def random_moment(chance: random.Random, mode: str) -> Moment:
     """One of all phases: boot, load, training, saving, uploading, finishing."""
-    stage, weight_count, delay_s = chance.choices(
+    stage, last_count, delay_s = chance.choices(
         [
             ("", 1, 12.0),
             ("boot", 1, 12.0),
@@ -89,7 +90,7 @@ def random_moment(chance: random.Random, mode: str) -> Moment:
         ],
         weights=[2, 1, 1, 3, 10, 6, 2, 3, 1],
     )[0]
-    return Moment(stage, chance.randint(1, weight_count), chance.uniform(0, delay_s))
+    return Moment(stage, chance.randint(1, last_count), chance.uniform(0, delay_s))
 
 
 @dataclass
@@ -245,9 +246,6 @@ class Chain:
             assert notes["steps"] == len(notes["reward_history"]) == self.mode.steps
             assert metrics["generated_tokens"] > 0
         self.report.adapters.add(hashlib.sha256(files["adapter/adapter_model.safetensors"]).hexdigest())
-
-
-REQUIRED = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "metrics.json")
 
 
 def check_beats(

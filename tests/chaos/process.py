@@ -30,7 +30,7 @@ class Beat:
 class Worker:
     """`python worker.py`, started at once; `folder` is its home, and gets its standard error."""
 
-    def __init__(self, env: Mapping[str, str], folder: Path, arguments: tuple[str, ...] = ("worker.py",)):
+    def __init__(self, env: Mapping[str, str], folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.beats: list[Beat] = []
@@ -38,7 +38,7 @@ class Worker:
         self._changed = threading.Condition()
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "worker.py"],
             env=process_environment(folder, env),
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -150,7 +150,7 @@ def test_slow_final_uploads_are_cut_off(start: Start, hub: HubServer, number: si
     hub.faults.clear()
     last = start("sft", SFT_MAX_STEPS=20)
     assert last.wait() == 0, last.stderr[-3000:]
-    assert f"{last.stages[-1]}" == "done" and "sft/r1/seed0/DONE" in hub.files(REPO)
+    assert last.stages[-1] == "done" and "sft/r1/seed0/DONE" in hub.files(REPO)
 
 
 @pytest.mark.chaos
