@@ -134,8 +134,7 @@ def test_a_checkpoint_is_one_commit_with_its_manifest_last_and_its_beat(attempt,
     folder = f"{PREFIX}/checkpoint/checkpoint-5"
     names = [f"{folder}/{name}" for name in (*sorted(FILES), "manifest.json")]
     assert [*made.added] == [*names, f"{PREFIX}/heartbeat.json"]
-    beat, manifest = strict(made.added[names[-1]]), strict(made.added[f"{PREFIX}/heartbeat.json"])
-    beat, manifest = manifest, beat
+    manifest, beat = strict(made.added[names[-1]]), strict(made.added[f"{PREFIX}/heartbeat.json"])
     assert (beat["stage"], beat["step"], beat["attempt"]) == ("checkpoint_uploaded", 5, "a1")
     assert (manifest["step"], manifest["attempt"], manifest["model_commit"]) == (5, "a1", "c0ffee")
     assert (manifest["job"], manifest["totals"]) == (JOB, {"step": 5, "train_tokens": 77})
@@ -224,7 +223,7 @@ def test_a_commit_that_failed_and_yet_landed_is_pruned_later(attempt, tmp_path):
 # --- the queue ---
 
 
-def test_the_newest_save_replaces_the_one_that_waits(attempt, tmp_path):
+def test_the_newest_save_replaces_the_one_that_waits(attempt):
     recorder = Recorder()
     one = attempt(recorder)
     recorder.may_go_on.clear()
@@ -264,7 +263,7 @@ def test_a_newer_save_ends_the_retries_of_an_older_one(attempt):
     assert recorder.stages == ["checkpoint-6", "checkpoint_upload_failed"]
 
 
-def test_three_failed_tries_and_life_goes_on(attempt, capsys):
+def test_three_failed_tries_and_life_goes_on(attempt):
     recorder = Recorder(fails=lambda commit: Unreachable("down") if "point-4" in commit.message else None)
     one = attempt(recorder, redact=redactor(("secret-host",)))
     recorder.failures = [Unreachable("down"), Unreachable("down"), StoreError("refused by secret-host")]
@@ -293,7 +292,7 @@ def test_after_a_newer_attempt_was_found_saves_go_nowhere_and_nothing_hangs(atte
 # --- staging ---
 
 
-def test_a_staged_file_is_the_same_file(attempt, tmp_path):
+def test_a_staged_file_is_the_same_file(tmp_path):
     (tmp_path / "saved" / "deep").mkdir(parents=True)
     (tmp_path / "saved" / "deep" / "a").write_bytes(b"a")
     stage(tmp_path / "saved", tmp_path / "staged")
@@ -354,20 +353,9 @@ def test_nothing_there(attempt, store):
 def test_find_passes_over_what_is_no_checkpoint(attempt, store, caplog):
     one = attempt(store)
     one.land(5)
-    whole = {f"checkpoint/checkpoint-5/{name}": b"" for name in ()}
     manifest = store.read("checkpoint/checkpoint-5/manifest.json")
-    garbage = [
-        b"",
-        b"{}",
-        b"[]",
-        b"\xff\xfe",
-        b"null",
-        b"[" * 5000,
-        manifest[:-20],
-        manifest,
-    ]  # the last is step 5
+    garbage = [b"", b"{}", b"[]", b"\xff\xfe", b"null", b"[" * 5000, manifest[:-20], manifest]
     odd = {
-        **whole,
         **{
             f"checkpoint/checkpoint-{name}/manifest.json": manifest
             for name in ("x", "007", "0", "-9", "1e3", "")
@@ -499,7 +487,7 @@ def test_nothing_whole_is_a_fresh_start(attempt, store):
 
 
 @on_folder
-def test_a_manifest_reaches_nothing_outside_its_folder(attempt, store, tmp_path):
+def test_a_manifest_reaches_nothing_outside_its_folder(attempt, store):
     one = attempt(store)
     one.land(5)
     (store.folder / "checkpoint" / "checkpoint-9").mkdir()

@@ -108,7 +108,6 @@ def test_what_waits_in_the_older_attempt_is_dropped(attempt, store):
     assert strict(store.read("heartbeat.json"))["attempt"] == "a2"
 
 
-@pytest.mark.parametrize("store", ["hub", "folder"], indirect=True)
 def test_both_at_full_speed(attempt, store, request):
     """The newer one begins while the older one is in the middle of its commits."""
     older, newer = attempt(store, "a1"), attempt(store, "a2")
