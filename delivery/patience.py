@@ -43,15 +43,9 @@ class Persistence:
     """Puts commits into a store with patience."""
 
     def __init__(
-        self,
-        store: Store,
-        check: Check,
-        clock: Callable[[], float],
-        sleep: Callable[[float], None],
-        commit_limit_s: float = COMMIT_LIMIT_S,
+        self, store: Store, check: Check, clock: Callable[[], float], sleep: Callable[[float], None]
     ):
         self.store, self.check, self.clock, self.sleep = store, check, clock, sleep
-        self.commit_limit_s = commit_limit_s
 
     def put(self, commit: Commit, patience: Patience) -> None:
         """Commit; raises the last StoreError when patience has run out."""
@@ -97,7 +91,7 @@ class Persistence:
             else:
                 outcome.set_result(None)
 
-        limit_s = self.commit_limit_s + commit.size_bytes / SLOWEST_BYTES_PER_S
+        limit_s = COMMIT_LIMIT_S + commit.size_bytes / SLOWEST_BYTES_PER_S
         limit_s = max(0.0, min(limit_s, until - self.clock()))
         threading.Thread(target=put, name="commit", daemon=True).start()
         try:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from accounting import strict_json
 from delivery.budget import Budget
 from delivery.errors import NotFound, StoreError, Superseded, Unavailable, Unreachable
-from delivery.patience import COMMIT_LIMIT_S, Patience, Persistence
+from delivery.patience import Patience, Persistence
 from delivery.progress import UPLOADING
 from delivery.pulse import Pulse
 from delivery.store import Commit, Content, Read, Store
@@ -56,7 +56,6 @@ class Publisher:
         redact: Callable[[str], str] = str,
         min_interval_s: float = 60.0,
         deadline_s: float = 1800.0,
-        commit_limit_s: float = COMMIT_LIMIT_S,
         sleep: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -77,7 +76,7 @@ class Publisher:
         self._hurry = False  # the budget no longer holds the waiting checkpoint back
         self._known: tuple[Any, ...] | None = None  # attempts whose beat in the store is no newer one's
         self._superseded: Superseded | None = None
-        self._persistence = Persistence(store, self._check_owner, clock, sleep or self._pause, commit_limit_s)
+        self._persistence = Persistence(store, self._check_owner, clock, sleep or self._pause)
         self._pulse = Pulse(self)
 
     def start(self) -> None:

@@ -172,7 +172,7 @@ def test_runs_that_share_a_repository_lose_nothing_to_each_other(attempt, hub):
 
 
 def test_a_commit_of_the_older_attempt_that_lands_late_is_refused(attempt, hub, hub_store):
-    older, newer = attempt(hub_store, "a1", commit_limit_s=PATIENCE_S), attempt(hub_store, "a2")
+    older, newer = attempt(hub_store, "a1"), attempt(hub_store, "a2")
     beat(older, "boot")
     hub.faults = [held := Held(COMMIT)]
     older.beat("rl_start", {"DONE": b"a1"})
@@ -185,9 +185,10 @@ def test_a_commit_of_the_older_attempt_that_lands_late_is_refused(attempt, hub, 
         older.check()
 
 
-def test_a_commit_that_was_given_up_never_lands_after_a_later_one(attempt, hub, hub_store):
+def test_a_commit_that_was_given_up_never_lands_after_a_later_one(attempt, hub, hub_store, monkeypatch):
     """Its request reaches the Hub when two later beats are in: the parent it names is no longer the head."""
-    publisher = attempt(hub_store, "a1", commit_limit_s=0.3)
+    monkeypatch.setattr("delivery.patience.COMMIT_LIMIT_S", 0.3)
+    publisher = attempt(hub_store, "a1")
     hub.faults = [held := Held(COMMIT)]
     for stage in ("boot", "rl_start"):
         publisher.beat(stage)
@@ -201,7 +202,7 @@ def test_a_commit_that_was_given_up_never_lands_after_a_later_one(attempt, hub, 
     assert strict(hub_store.read("heartbeat.json"))["stage"] == "rl_start"
 
 
-def test_a_commit_that_hung_before_it_looked_at_the_store_changes_nothing(tmp_path):
+def test_a_commit_that_hung_before_it_looked_at_the_store_changes_nothing(tmp_path, monkeypatch):
     class Slow(FolderStore):
         go_on = threading.Event()
         tries = 0
@@ -214,8 +215,9 @@ def test_a_commit_that_hung_before_it_looked_at_the_store_changes_nothing(tmp_pa
             else:
                 super().put(commit, check)
 
+    monkeypatch.setattr("delivery.patience.COMMIT_LIMIT_S", 0.05)
     store = Slow(tmp_path, PREFIX)
-    persistence = Persistence(store, lambda read: None, time.monotonic, lambda seconds: None, 0.05)
+    persistence = Persistence(store, lambda read: None, time.monotonic, lambda seconds: None)
     persistence.put(Commit("m", {"a": b"1"}), Patience())
     before = threading.active_count()
     store.go_on.set()

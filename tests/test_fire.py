@@ -102,7 +102,8 @@ def test_a_required_upload_ends_within_its_deadline_saying_whether_to_try_again(
 ):
     trouble, kind = TROUBLES[name]
     if name in HANGING:
-        clock, options = time.monotonic, {"commit_limit_s": LIMIT_S, "deadline_s": DEADLINE_S}
+        clock, options = time.monotonic, {"deadline_s": DEADLINE_S}
+        monkeypatch.setattr("delivery.patience.COMMIT_LIMIT_S", LIMIT_S)
     else:
         clock = Clock()
         options = {"clock": clock, "sleep": clock.sleep, "deadline_s": 60.0}
@@ -134,9 +135,10 @@ def test_a_required_upload_ends_within_its_deadline_saying_whether_to_try_again(
     ],
     ids=lambda fault: "-".join(map(str, fault)) + str(fault.get("status", "")),
 )
-def test_milestones_land_in_order_each_once_when_the_hub_is_back(start, hub, fault):
+def test_milestones_land_in_order_each_once_when_the_hub_is_back(start, hub, fault, monkeypatch):
     hub.faults = [Fault(".", **fault)]
-    publisher = start(hub, commit_limit_s=0.2)
+    monkeypatch.setattr("delivery.patience.COMMIT_LIMIT_S", 0.2)
+    publisher = start(hub)
     stages = [f"stage_{number}" for number in range(3)]
     for stage in stages:
         publisher.beat(stage)
@@ -191,7 +193,7 @@ def test_an_upload_behind_a_milestone_that_waits_for_ever_ends_and_never_lands(s
 
 
 def test_an_upload_that_hangs_at_its_deadline_does_not_land_after_the_failure_was_told(start, hub):
-    publisher = start(hub, commit_limit_s=PATIENCE_S, deadline_s=0.3)
+    publisher = start(hub, deadline_s=0.3)
     publisher.beat("boot")
     assert publisher.flush(PATIENCE_S)
     hub.faults = [held := Held(COMMIT)]

@@ -154,7 +154,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
     monkeypatch.setattr(patience, "PAUSE_S", 0.2)
     monkeypatch.setattr(hub_client, "REQUEST_TIMEOUT_S", 5.0)
-    monkeypatch.setitem(Publisher.__init__.__kwdefaults__, "commit_limit_s", 5.0)
+    monkeypatch.setattr(patience, "COMMIT_LIMIT_S", 5.0)
     monkeypatch.setattr(Publisher.flush, "__defaults__", (4.0,))
     _http.close_session()  # built anew with these limits
     faulthandler.dump_traceback_later(HUNG_S, exit=True)
