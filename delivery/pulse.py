@@ -4,20 +4,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from delivery.publisher import Publisher
 
 PING_EVERY_S, STILL_S = 30.0, 900.0
 JOIN_S = 10.0  # more than a ping takes; a counter that hangs longer finds pings stopped
-
-
-class Pinged(Protocol):
-    """What a pulse asks of the publisher."""
-
-    clock: Callable[[], float]
-    last_stage: str
-    last_beat_at: float
-
-    def ping(self, **counter: Any) -> None: ...
 
 
 class Pulse:
@@ -26,7 +19,7 @@ class Pulse:
     It reads counters that cost nothing; it never calls torch, whose allocator locks a hung kernel can hold.
     """
 
-    def __init__(self, publisher: Pinged, every_s: float = PING_EVERY_S, still_s: float = STILL_S):
+    def __init__(self, publisher: "Publisher", every_s: float = PING_EVERY_S, still_s: float = STILL_S):
         self.publisher, self.every_s, self.still_s = publisher, every_s, still_s
         self._watched: list[tuple[str, Callable[[], float]]] = [("cpu_seconds", _cpu_seconds)]
         self._stopping = threading.Event()
