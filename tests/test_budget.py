@@ -18,7 +18,7 @@ from tests.stores import Clock, Recorder
 pytestmark = pytest.mark.slow
 
 HUB_LIMIT, RUNS = 128, 8
-SILENCE_S = 1500.0  # a launcher takes a run for dead after that
+SILENCE_S = 900.0  # launchers take a run for dead after 1500
 START = ("boot", "rl_start", "model_prefetched", "rl_train_start")
 END = ("rl_trained", "rl_train_done", "metrics.json", "done")
 
@@ -180,6 +180,11 @@ def simulate(
 
 
 @pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Hours of beats that go neither to the disk nor to stdout."""
     monkeypatch.setattr(Publisher, "_write_locally", lambda *_: None)
@@ -216,17 +221,10 @@ def test_eight_runs_of_one_repository(folder, clock, name):
     for run in runs:
         milestones = [one.removeprefix("heartbeat: ") for one in run.messages if "step" not in one]
         assert [one for one in milestones if not one.startswith("checkpoint")] == [*START, *END]
-        assert (
-            run.messages[-len(END) - 1] == f"checkpoint-{run.saved[-1]}"
-        )  # the newest save is never left out
-        assert longest_silence_s(run) < SILENCE_S - 600
+        assert run.messages[-len(END) - 1] == f"checkpoint-{run.saved[-1]}"  # the newest is never left out
+        assert longest_silence_s(run) < SILENCE_S
         landed = [commit for _, commit in run.landed if commit.message.startswith("checkpoint")]
         assert len(landed) >= (length_s or HOUR_S) / 900
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.mark.parametrize(("save_s", "eval_s"), [(30, 0), (180, 300), (1e9, 0), (700, 120)])
