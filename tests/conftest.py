@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,16 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 @pytest.fixture
 def client_at_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The Hub client of this process asks no other host, and keeps its files in the session's folder."""
-    from tests.stores import keep_client_home
+    """The Hub client of this process asks no other host, keeps its files at hand, and never pauses."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _detect_agent, disable_progress_bars
 
-    keep_client_home(monkeypatch, tmp_path_factory.getbasetemp())
+    disable_progress_bars()
+    monkeypatch.setattr(_detect_agent, "_registry", {"standardEnvVars": [], "harnesses": {}})
+    monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp()))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What the tests of delivery share: a store in memory, a clock, a Hub client kept at home."""
+"""What the tests of delivery share: a store in memory, a clock, a Hub that waits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from delivery.errors import NotFound
 from delivery.store import Check, Commit
@@ -127,16 +125,3 @@ def until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < end
         pause.wait(0.002)
-
-
-def keep_client_home(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Keep the client online, quiet, out of the user's home, off xet, and without pauses between tries."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import _detect_agent, disable_progress_bars
-
-    disable_progress_bars()
-    monkeypatch.setattr(_detect_agent, "_registry", {"standardEnvVars": [], "harnesses": {}})
-    monkeypatch.setenv("HF_HOME", str(folder))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
