@@ -20,7 +20,7 @@ from accounting import strict_json
 from delivery.errors import NotFound, Superseded
 from delivery.patience import ask_again
 from delivery.publisher import Publisher
-from delivery.store import Commit, Content, Store
+from delivery.store import Commit, Content
 
 log = logging.getLogger(__name__)
 
@@ -101,12 +101,10 @@ def _is_plain(name: str) -> bool:
 class Checkpoints:
     """The checkpoints of one run, in its store and on their way there."""
 
-    def __init__(
-        self, store: Store, publisher: Publisher, staging: Path, attempt: str, redact: Callable[[str], str]
-    ):
+    def __init__(self, publisher: Publisher, staging: Path):
         """`staging` is a folder on the file system of the trainer's output."""
-        self.store, self.publisher, self.staging = store, publisher, staging
-        self.attempt, self.redact = attempt, redact
+        self.publisher, self.store, self.redact = publisher, publisher.store, publisher.redact
+        self.staging = staging
         self._complete: set[int] = set()
         self._there: set[int] = set()
         self._staged = 0
@@ -184,7 +182,7 @@ class Checkpoints:
             shutil.rmtree(staged, ignore_errors=True)
             self.lost(step, f"it cannot be staged: {error}")
             return
-        manifest = Manifest(step, self.attempt, job, model_commit, dict(totals))
+        manifest = Manifest(step, self.publisher.header["attempt"], job, model_commit, totals)
         outcome = self.publisher.stream(step, lambda: self._commit(staged, manifest, beside()))
         outcome.add_done_callback(lambda outcome: self._settle(staged, step, outcome))
 

@@ -45,15 +45,13 @@ def folder_store(tmp_path: Path) -> FolderStore:
 class Attempt:
     """One attempt at a run: its publisher, its checkpoints, and the trainer's folder."""
 
-    def __init__(
-        self, store: Store, folder: Path, name: str, redact: Callable[[str], str] = str, **options: Any
-    ):
+    def __init__(self, store: Store, folder: Path, name: str, **options: Any):
         self.folder, self.clock = folder / name, Clock()
         options = {"min_interval_s": 0, "clock": self.clock, "sleep": self.clock.sleep, **options}
         header = {"run_id": "run", "mode": "rl", "seed": 0, "attempt": name}
-        self.publisher = Publisher(store, header, self.folder / "heartbeat.json", redact=redact, **options)
+        self.publisher = Publisher(store, header, self.folder / "heartbeat.json", **options)
         self.publisher.start()
-        self.checkpoints = Checkpoints(store, self.publisher, self.folder / "staging", name, redact)
+        self.checkpoints = Checkpoints(self.publisher, self.folder / "staging")
 
     def save(self, step: int, files: dict[str, bytes] = FILES) -> Path:
         """What the trainer writes."""

@@ -230,7 +230,7 @@ def test_a_commit_that_hung_before_it_looked_at_the_store_changes_nothing(tmp_pa
 def test_a_commit_whose_answer_was_lost_is_not_made_twice(attempt, hub, hub_store, tmp_path):
     hub.push(REPO, {f"{PREFIX}/checkpoint/checkpoint-{step}/optimizer.json": b"x" for step in (1, 2)})
     publisher = attempt(hub_store, "a1")
-    checkpoints = Checkpoints(hub_store, publisher, tmp_path / "staging", "a1", str)
+    checkpoints = Checkpoints(publisher, tmp_path / "staging")
     checkpoints.find()
     saved = tmp_path / "checkpoint-5"
     saved.mkdir()

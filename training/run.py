@@ -40,9 +40,7 @@ class Run:
             min_interval_s=identity.heartbeat_min_s,
             deadline_s=identity.upload_deadline_s,
         )
-        self.checkpoints = Checkpoints(
-            self.store, self.publisher, self.local("staging"), self.attempt, self.redact
-        )
+        self.checkpoints = Checkpoints(self.publisher, self.local("staging"))
         self.trackers = Trackers()
         self.preemption = Preemption(identity.grace_s, self._announce, self._leave, signals)
 
