@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 
 from accounting import RunMetrics, strict_json
+from tests.harness import strict
 
 NAN, INF = math.nan, math.inf
-
-
-def refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +32,7 @@ def test_strict_json(value, read_back):
     for indent in (None, 2):
         text = strict_json(value, indent=indent)
         assert text.isascii()
-        assert json.loads(text, parse_constant=refuse) == read_back
+        assert strict(text) == read_back
 
 
 def test_indentation():
@@ -71,14 +68,14 @@ def test_an_empty_run_has_every_field_of_the_contract():
 def test_metrics_are_strict_indented_json():
     text = RunMetrics(notes={"loss": NAN, "rewards": [0.5, INF]}).to_json()
     assert text.startswith('{\n  "')
-    assert json.loads(text, parse_constant=refuse)["notes"] == {"loss": None, "rewards": [0.5, None]}
+    assert strict(text)["notes"] == {"loss": None, "rewards": [0.5, None]}
 
 
 def test_train_meta():
     metrics = RunMetrics(
         phase="sft", model_id="m", wall_seconds=2.5, setup_seconds=1.0, train_tokens=7, notes={"loss": NAN}
     )
-    assert json.loads(metrics.train_meta(Path("/w/adapter")), parse_constant=refuse) == {
+    assert strict(metrics.train_meta(Path("/w/adapter"))) == {
         "phase": "sft",
         "adapter_dir": "/w/adapter",
         "model_id": "m",
