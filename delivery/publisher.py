@@ -292,7 +292,7 @@ class Publisher:
         log.error("%s", error)
         with self._changed:
             self._superseded = error
-            waiting = [*self._queue, *([self._checkpoint] if self._checkpoint else [])]
+            waiting = [one for one in self._left() if one is not self._in_flight]
             self._queue.clear()
             self._checkpoint = None
         for one in waiting:
