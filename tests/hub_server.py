@@ -569,7 +569,6 @@ class HubServer(Hub):
         super().__init__(all_regular, tokens, outsiders)
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
-        self.latency_s = 0.0
         self.bytes_per_second: float | None = None
         self.closing = threading.Event()
         self._port = port
@@ -641,7 +640,7 @@ class _Exchange(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         call = Call({}, parse_qs(url.query), self.headers, token, self.rfile.read(length))
         fault = hub.fault_for(request)
-        hub.closing.wait(None if fault.hang else hub.latency_s + fault.latency_s)
+        hub.closing.wait(None if fault.hang else fault.latency_s)
         if fault.hang or fault.drop or len(call.body) < length:
             return self._hang_up()
         answer = fault.answer() or work(hub, self.command, url.path, call)
