@@ -226,7 +226,7 @@ def test_sampling_with_an_adapter_can_stop_before_every_token(tiny_model: Path) 
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from training.preemption import interruptible
+    from training.sampler import interruptible
 
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     model = get_peft_model(base, LoraConfig(target_modules="all-linear"))

@@ -7,9 +7,8 @@ from job.settings import Settings
 from training.conversations import Way
 from training.engine import EngineProblem
 from training.fitting import keeping_checkpointing
-from training.preemption import interruptible
 from training.random_streams import by_epoch, sampler_seed, seeded
-from training.sampler import EngineSampler, ModelSampler
+from training.sampler import EngineSampler, ModelSampler, interruptible
 
 DISAGREEMENT_NATS = 1.0  # bf16 noise is below 0.1
 

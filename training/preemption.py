@@ -154,19 +154,3 @@ class Preemption:
             self.leave(max(0.0, upload_s))
         finally:
             os._exit(EXIT_CODE)
-
-
-@contextmanager
-def interruptible(model: Any, check: Callable[[], None]) -> Iterator[None]:
-    """Call `check` before every forward pass, which is before every token of a generation.
-
-    The generation of a model with an adapter calls the base model, past the module that holds both.
-    """
-    from peft import PeftModel
-
-    called = model.get_base_model() if isinstance(model, PeftModel) else model
-    hook = called.register_forward_pre_hook(lambda *_: check())
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -5,15 +5,14 @@ so that conversations never wait for each other's environments.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from job.settings import Settings
 from training.engine import PolicyEngine
 from training.fitting import InParts, keeping_checkpointing
-from training.preemption import interruptible
 from training.random_streams import sampler_seed, seeded
 
 # Said, because what is not said is taken from the model's own generation config.
@@ -265,6 +264,22 @@ class ModelSampler:
         kept = self.cut_at(ids[:length], request.stop)
         stopped = kept[-1] in request.stop_ids or len(kept) < length
         return Sample(kept, logprobs[: len(kept)], "stop" if stopped else "length")
+
+
+@contextmanager
+def interruptible(model: Any, check: Callable[[], None]) -> Iterator[None]:
+    """Call `check` before every forward pass, which is before every token of a generation.
+
+    The generation of a model with an adapter calls the base model, past the module that holds both.
+    """
+    from peft import PeftModel
+
+    called = model.get_base_model() if isinstance(model, PeftModel) else model
+    hook = called.register_forward_pre_hook(lambda *_: check())
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def sampled_logprobs(temperature: float, top_p: float) -> Any:
