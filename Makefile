@@ -5,6 +5,9 @@ WHEELS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell python3 -m pip config 
 # `make demo TORCH_BACKEND=cpu` takes the small CPU build of torch from its own index.
 BACKEND := $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
 
+# Without their bytecode the tests would be compiled anew each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: venv demo test check proof chaos bench clean
 
 venv: .venv/.ready

@@ -34,7 +34,7 @@ def check(settings: Settings) -> None:
     check_weights(settings)
     check_folders(settings)
     check_trackers(settings)
-    check_not_yet(settings)
+    check_processes(settings)
     check_sft(settings) if settings.mode == "sft" else check_rl(settings)
     warn_ignored(settings, settings.job)
 
@@ -121,14 +121,11 @@ def check_trackers(settings: Settings) -> None:
         )
 
 
-def check_not_yet(settings: Settings) -> None:
-    """Refuse what the contract names and this version does not do, rather than ignore it."""
-    unsupported = {
-        f"WORLD_SIZE={settings.processes}": settings.processes > 1,
-    }
-    for what, asked in unsupported.items():
-        if asked:
-            raise SettingsError(f"{what}: not supported by this version of the worker")
+def check_processes(settings: Settings) -> None:
+    if settings.processes > 1:
+        raise SettingsError(
+            f"WORLD_SIZE={settings.processes}: not supported by this version; start one process on one GPU"
+        )
 
 
 def check_sft(settings: Settings) -> None:

@@ -27,8 +27,8 @@ HEAVY = (
     "huggingface_hub",
 )
 
-# Every variable of the contract's tables that the worker reads.
-CONTRACT = """
+# Every variable that launchers and people know the worker to read.
+PROMISED = """
 RUN_MODE PHASE RUN_ID SEED AUTOSLM_JOB_SPEC_JSON AUTOSLM_JOB_SPEC_PATH BENCH_HF_MODEL
 AUTOSLM_THINKING AUTOSLM_ARM
 HF_REPO HUGGINGFACE_TOKEN HF_TOKEN HF_HUB_ENABLE_HF_TRANSFER
@@ -49,8 +49,8 @@ def help_text() -> str:
     return out.getvalue()
 
 
-def test_help_names_every_variable_of_the_contract():
-    assert {*CONTRACT.split()} - {*help_text().replace("(", " ").split()} == set()
+def test_help_names_every_promised_variable():
+    assert {*PROMISED.split()} - {*help_text().replace("(", " ").split()} == set()
 
 
 def test_help_describes_every_declared_variable_once():

@@ -70,7 +70,7 @@ def lines(out: str) -> list[dict[str, Any]]:
     ]
 
 
-# --- the acceptance of the contract ---
+# --- beats under load ---
 
 
 def test_the_file_always_parses_and_no_temporary_file_remains(make, tmp_path):

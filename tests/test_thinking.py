@@ -1,12 +1,14 @@
-"""The table of contract 9.5: what of a reply is graded, and what is counted as thinking."""
+"""What of a reply is graded, and what is counted as thinking."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from job.chat import END_THINK, THINK, Thought, opens_thinking, split_thinking
@@ -96,16 +98,18 @@ def test_a_tag_that_the_prompt_only_mentions_opens_nothing(prompt: str, opened: 
     assert opens_thinking(prompt, "<|im_end|>") is opened
 
 
-def rendered(template: str, content: str, thinking: bool) -> str:
-    """What the tokenizer's `apply_chat_template` writes, without the tokenizer."""
-    templates = ImmutableSandboxedEnvironment(
+@cache
+def compiled(template: str) -> Template:
+    """A chat template as the tokenizer's `apply_chat_template` compiles it, without the tokenizer."""
+    return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    ).from_string(harness.template(template))
+
+
+def rendered(template: str, content: str, thinking: bool) -> str:
     context: dict[str, Any] = {"bos_token": "", "eos_token": "", "enable_thinking": thinking}
     messages = [{"role": "user", "content": content}]
-    return templates.from_string(harness.template(template)).render(
-        messages=messages, add_generation_prompt=True, **context
-    )
+    return compiled(template).render(messages=messages, add_generation_prompt=True, **context)
 
 
 @pytest.mark.parametrize("content", ["Hi", "Write <think> first.", "No </think>!", "<think>a</think>"])

@@ -1,4 +1,4 @@
-"""Random jobs: each is refused in one line, or every value of it is inside the contract's range."""
+"""Random jobs: each is refused in one line, or every value of it is inside its documented range."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def maybe(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or check(value)
 
 
-# What the contract allows, by the setting's field.
+# What may come out, by the setting's field.
 RANGES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         ("lora_rank", "lora_alpha", "sft_epochs", "sft_batch_size", "sft_max_length", "sft_per_device_bs"),
