@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from delivery.errors import Conflict, StoreError, Unavailable, Unreachable
@@ -52,8 +53,14 @@ def hub_errors(what: str) -> Iterator[None]:
         raise _store_error(what, error.__cause__ or error) from error  # both are wrapped around the cause
     except HFValidationError as error:
         raise StoreError(f"{what}: {_brief(error)}") from error
-    except (httpx2.HTTPError, ConnectionError, TimeoutError, ValueError) as error:
-        raise _store_error(what, error) from error  # a ValueError is an answer in no known form
+    except (httpx2.HTTPError, ConnectionError, TimeoutError) as error:
+        raise _store_error(what, error) from error
+    except (ValueError, KeyError, TypeError) as error:  # an answer in no known form
+        raise _store_error(what, error) from error
+    except OSError as error:
+        if error.errno is not None:  # of this machine, not of the Hub's
+            raise
+        raise _store_error(what, error) from error  # a download that is not as long as it should be
 
 
 def _store_error(what: str, error: BaseException) -> StoreError:
@@ -65,7 +72,7 @@ def _store_error(what: str, error: BaseException) -> StoreError:
         status = error.response.status_code if error.response is not None else None
         message = f"{what}: the Hub answered {status} ({_brief(error)})"
         if status is None or status in BUSY_STATUS:
-            return Unreachable(message, _retry_after(error.response))
+            return Unreachable(message, retry_after_s(error.response))
         if status in CONFLICT_STATUS:
             return Conflict(message)
         if status >= 500:
@@ -79,9 +86,24 @@ def _store_error(what: str, error: BaseException) -> StoreError:
     return Unavailable(f"{what}: the Hub client failed ({described})")
 
 
-def _retry_after(response: Any) -> float | None:
-    text = response.headers.get("Retry-After", "") if response is not None else ""
-    return float(text) if text.replace(".", "", 1).isdigit() else None
+def retry_after_s(response: Any) -> float | None:
+    """Seconds that the Hub asks to wait: a number, a date by its own clock, or the end of a rate limit."""
+    from huggingface_hub.utils import parse_ratelimit_headers
+
+    if response is None:
+        return None
+    text = response.headers.get("Retry-After", "")
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        then, now = (parsedate_to_datetime(one) for one in (text, response.headers.get("Date", "")))
+        return (then - now).total_seconds()
+    except (ValueError, TypeError):
+        pass
+    limit = parse_ratelimit_headers(response.headers)
+    return limit.reset_in_seconds if limit is not None and limit.remaining == 0 else None
 
 
 def _brief(error: BaseException) -> str:

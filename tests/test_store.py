@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from huggingface_hub.utils import _http
 
 from delivery import hub_client
 from delivery.errors import NotFound, StoreError, Unavailable, Unreachable
-from delivery.hub_client import set_hub_timeouts
+from delivery.hub_client import hub_errors, retry_after_s, set_hub_timeouts
 from delivery.store import Commit, FolderStore, HubStore, Store, folder_files, open_store
 from tests.hub_server import Fault, HubServer
 
@@ -287,6 +289,8 @@ COULD_NOT_ASK: list[tuple[dict, type[StoreError], float | None]] = [
     ({"status": 503, "retry_after": 0.5}, Unreachable, 0.5),
     ({"drop": True}, Unreachable, None),
     ({"status": 200, "body": "<html>Please log in to the airport's network</html>"}, Unavailable, None),
+    ({"status": 200, "body": "null"}, Unavailable, None),
+    ({"status": 200, "body": '[{"error": "not here"}]'}, Unavailable, None),
 ]
 
 
@@ -326,6 +330,37 @@ def test_a_download_that_breaks_off(hub, hub_store):
     hub.faults.append(Fault("GET .*/resolve/", cut_at=100))
     with pytest.raises(Unreachable):
         hub_store.read("metrics.json")
+
+
+def test_a_download_that_another_machine_answered(hub, hub_store, tmp_path):
+    """The client says so by an OSError, like a disk that is full, which is none of the Hub's troubles."""
+    hub_store.put(Commit("m", {"weights": WEIGHTS}))
+    hub.faults.append(Fault("GET .*/resolve/", status=200, body="<html>Please log in</html>"))
+    with pytest.raises(Unavailable, match="Consistency check failed"):
+        hub_store.fetch("weights", tmp_path / "weights")
+    with pytest.raises(OSError, match="No space left") as caught, hub_errors("weights"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not isinstance(caught.value, StoreError)
+
+
+SENT_AT = {"Date": "Wed, 21 Oct 2015 07:28:00 GMT"}
+ASKED_TO_WAIT: list[tuple[dict[str, str], float | None]] = [
+    ({}, None),
+    ({"Retry-After": "7"}, 7.0),
+    ({"Retry-After": "0.5"}, 0.5),
+    ({"Retry-After": "soon"}, None),
+    ({**SENT_AT, "Retry-After": "Wed, 21 Oct 2015 07:29:30 GMT"}, 90.0),
+    ({**SENT_AT, "Retry-After": "Wed, 21 Oct 2015 07:29:30 -0000"}, None),
+    ({"Retry-After": "Wed, 21 Oct 2015 07:29:30 GMT"}, None),
+    ({"RateLimit": '"api";r=0;t=55'}, 55.0),
+    ({"RateLimit": '"api";r=3;t=55'}, None),
+    ({"RateLimit": '"api";r=0;t=55', "Retry-After": "7"}, 7.0),
+]
+
+
+@pytest.mark.parametrize(("headers", "seconds"), ASKED_TO_WAIT)
+def test_how_long_a_busy_hub_asks_to_wait(headers, seconds):
+    assert retry_after_s(httpx2.Response(429, headers=headers)) == seconds
 
 
 def test_nobody_there():
