@@ -264,7 +264,11 @@ def _shown(value: object) -> str:
         text = " ".join(repr(value).splitlines())
     except (RecursionError, ValueError):  # nested too deeply, or an integer too long to print
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
+    if len(text) <= _SHOWN_CHARS:
+        return text
+    # A secret that the cut goes through would not be known as one.
+    may_hide = isinstance(value, Mapping | list | tuple) or "{" in text
+    return f"<{type(value).__name__}>" if may_hide else text[: _SHOWN_CHARS - 3] + "..."
 
 
 def _one_line(problem: ErrorDetails) -> str:

@@ -1,11 +1,13 @@
 """How one setting is declared, where its value is looked for, and how a wrong one is refused."""
 
 import difflib
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
@@ -23,7 +25,10 @@ LAUNCHER_ONLY = frozenset(
     | {"AUTOSLM_VAST_LOAD_TIMEOUT_S"}
 )
 SPEC_VARIABLES = frozenset({"AUTOSLM_JOB_SPEC_JSON", "AUTOSLM_JOB_SPEC_PATH"})
-SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"TOKEN|SECRET|PASSW|(?:API|ACCESS|PRIVATE)[-_ ]?KEY|CREDENTIAL|AUTHORIZATION", re.IGNORECASE
+)
+NAMED_TEXT = re.compile(r'"([^"\\]{1,80})"\s*:\s*"((?:[^"\\]|\\.){8,4000})')
 
 
 class SettingsError(ValueError):
@@ -269,22 +274,43 @@ def early(table: type[BaseSettings], field: str, env: Mapping[str, str]) -> Any:
         return info.default
 
 
-def secret_values(env: Mapping[str, str], spec: JobSpec | None = None) -> tuple[str, ...]:
-    """Texts that may never leave the machine: variables and loader parameters that are named like secrets."""
-    named = [*env.items(), *_leaves(spec.environment.params if spec else {})]
+def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Texts that may never leave the machine: all that has a name like a secret's among the variables and in
+    the JobSpec, be it one that is refused."""
+    try:
+        given = spec_text(env)
+    except SettingsError:
+        given = ""
+    named = [*env.items(), *_named_texts(given)]
     return tuple(text.strip() for name, text in named if SECRET_NAME.search(name) and len(text.strip()) >= 8)
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in nested parameters with the name it stands under."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(inner, str(key))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _leaves(inner, name)
-    elif isinstance(value, str):
-        yield name, value
+def spec_text(env: Mapping[str, str]) -> str:
+    """The JobSpec of AUTOSLM_JOB_SPEC_JSON, else of the file AUTOSLM_JOB_SPEC_PATH, else ""."""
+    text = env.get("AUTOSLM_JOB_SPEC_JSON", "").strip()
+    path = Path(env.get("AUTOSLM_JOB_SPEC_PATH", "").strip())
+    try:
+        return path.read_text(encoding="utf-8") if not text and path.is_file() else text
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"AUTOSLM_JOB_SPEC_PATH={str(path)[:80]!r}: cannot be read ({error})") from error
+
+
+def _named_texts(text: str) -> Iterator[tuple[str, str]]:
+    """Every text in a JSON with the names above it; of a broken one, or one in quotes, what can be seen."""
+    try:
+        inside = [("", json.loads(text))]
+    except (ValueError, RecursionError):
+        inside = []
+    while inside:
+        name, value = inside.pop()
+        if isinstance(value, str):
+            yield name, value
+        elif isinstance(value, list):
+            inside += [(name, one) for one in value]
+        elif isinstance(value, dict):
+            inside += [(f"{name}.{key}", one) for key, one in value.items()]
+    yield from NAMED_TEXT.findall(text)
+    yield from NAMED_TEXT.findall(text.replace('\\"', '"'))
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Identity(BaseSettings):
         """Resolve the table from `env` and `spec`; raises SettingsError with one line."""
         sources = knobs.sources(cls, env, spec)
         origins = knobs.origins(sources)
-        given = {"spec": spec, "origins": origins, "secrets": knobs.secret_values(env, spec)}
+        given = {"spec": spec, "origins": origins, "secrets": knobs.secret_values(env)}
         knobs.check_overruled(cls, env)
         try:
             return cls(_build_sources=((*sources, InitSettingsSource(cls, given)), {}))
@@ -131,13 +131,7 @@ def identify(env: Mapping[str, str]) -> tuple[Identity, ValueError | None]:
 
 def read_spec(env: Mapping[str, str]) -> JobSpec | None:
     """Return the JobSpec of AUTOSLM_JOB_SPEC_JSON, else of the file AUTOSLM_JOB_SPEC_PATH, else None."""
-    text = env.get("AUTOSLM_JOB_SPEC_JSON", "").strip()
-    path = Path(env.get("AUTOSLM_JOB_SPEC_PATH", "").strip())
-    try:
-        if not text and path.is_file():
-            text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"AUTOSLM_JOB_SPEC_PATH={str(path)[:80]!r}: cannot be read ({error})") from error
+    text = knobs.spec_text(env)
     return JobSpec.from_json(text) if text else None
 
 

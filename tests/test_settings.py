@@ -4,7 +4,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import recipe
+from delivery.redaction import redactor
 from job import knobs
 from job.knobs import SettingsError
 from job.settings import Identity, Settings, identify, read_spec
@@ -577,3 +578,40 @@ def test_secrets_among_the_loaders_parameters_are_known():
     env = {"AUTOSLM_JOB_SPEC_JSON": json.dumps({"environment": {"id": "e", "params": params}})}
     identity, _ = identify(env)
     assert set(identity.secrets) == {"plainSecretValue", "abcdefgh1234"}
+
+
+PARAMS = '{"judge_api_key": "plainSecretValue", "keys": {"auth_tokens": {"of the judge": ["abcdefgh1234"]}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{{"environment": {{"params": {PARAMS}, "x": NaN}}}}}}',
+        f'{{"environment": {{"params": {PARAMS}}}}}, "train": {{"steps": 0}}}}',
+        json.dumps(f'{{"environment": {{"params": {PARAMS}}}}}}}'),
+        '{"environment": {"params": {"judge_api_key": "plainSecretValue", "x": 1',
+        '{"x": 1, "judge_api_key": "plainSecretValue", "' + "y" * 200,
+        '{"x": "' + "y" * 38 + '", "judge_api_key": "plainSecretValue", "' + "y" * 200,
+    ],
+)
+def test_a_jobspec_that_is_refused_gives_no_secret_away(text):
+    identity, problem = identify({"AUTOSLM_JOB_SPEC_JSON": text})
+    said = redactor(identity.secrets)(str(problem))
+    assert problem is not None and "plainSecretValue" in identity.secrets
+    assert "plain" not in said and "abcd" not in said
+    assert command_redactor(text)("at plainSecretValue!") == "at ***!"
+
+
+def command_redactor(text: str) -> Callable[[str], str]:
+    """What takes secrets out of the log: it is made before the JobSpec has been judged."""
+    return redactor(knobs.secret_values({"AUTOSLM_JOB_SPEC_JSON": text}))
+
+
+def test_secrets_under_a_name_above_them_and_in_a_file_are_known(tmp_path):
+    params = json.loads(PARAMS + "}")
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps({"environment": {"id": "e", "params": params}}))
+    assert {*knobs.secret_values({"AUTOSLM_JOB_SPEC_PATH": str(path)})} == {
+        "plainSecretValue",
+        "abcdefgh1234",
+    }
