@@ -174,6 +174,48 @@ def test_redaction(text, redacted):
     assert redactor(("mysecret", "mysecret2"))(text) == redacted
 
 
+BOTH_QUOTES, TWO_LINES = 'it\'s "both"\\ here', "-----BEGIN-----\n  abcd\n"
+SPELLED = [
+    (BOTH_QUOTES, json.dumps(BOTH_QUOTES)[1:-1]),
+    (BOTH_QUOTES, repr(BOTH_QUOTES)[1:-1]),
+    ("p@ss/w+rd=x yz", "p%40ss%2Fw%2Brd%3Dx%20yz"),
+    (TWO_LINES.strip(), "-----BEGIN----- abcd"),
+    (TWO_LINES.strip(), "-----BEGIN-----\\n abcd"),
+    (TWO_LINES.strip(), "-----BEGIN-----\n      abcd"),
+    ("12345678", "12345678"),
+]
+
+
+@pytest.mark.parametrize(("secret", "spelled"), SPELLED)
+def test_a_secret_is_found_however_it_is_written(secret, spelled):
+    assert redactor((secret,))(f"<{secret}> [{spelled}].") == "<***> [***]."
+
+
+def test_a_secret_of_digits_leaves_every_number_a_number():
+    redact = redactor(("12345678",))
+    numbers = {"ts": 1712345678.5, "share": 0.12345678, "n": 123456789, "all": "12345678, 12345678."}
+    assert strict(redact(json.dumps(numbers))) == {**numbers, "all": "***, ***."}
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("https://h/v1?x=1&X-Amz-Signature=0123456789ab&y=2", "https://h/v1?x=1***&y=2"),
+        ('{"url": "https://h/v1?api_key=abcdefgh1234"}', '{"url": "https://h/v1***"}'),
+        ("GET /v1?access_token=abcdefgh1234 failed", "GET /v1*** failed"),
+        ("https://h/v1?max_tokens=12&x=1", "https://h/v1?max_tokens=12&x=1"),
+        (
+            "https://abcdefgh@github.com/o/r and https://me:pw@h",
+            "https://***@github.com/o/r and https://***@h",
+        ),
+        ("https://h/a?q=me@home", "https://h/a?q=me@home"),
+        ("Authorization: Basic bWU6cHc=", "Authorization: Basic ***"),
+    ],
+)
+def test_credentials_in_addresses_and_headers_are_redacted(text, redacted):
+    assert redactor(())(text) == redacted
+
+
 def test_without_secrets_token_shapes_are_still_redacted():
     assert redactor(())("a hf_abcdefghijklmnop b") == "a *** b"
 
