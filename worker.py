@@ -251,21 +251,24 @@ def read_metrics(store: Store) -> str:
 def report_failure(run: Run, error: BaseException) -> None:
     """Leave the traceback and the reason in the local files and in the store, whatever else fails."""
     mode = run.identity.mode
+    with suppress(
+        OSError
+    ):  # of a work directory that is none; first of all, lest a failure look like success
+        run.take_back()
     run.trackers.close(1)
     run.publisher.stop_pings()
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     header = f"{now} run {run.identity.prefix}, attempt {run.attempt}\n"
     text = header + "".join(traceback.format_exception(error))
     try:
-        run.take_back()
         run.keep(f"error_{mode}.txt", text)
     except OSError as problem:
         log.warning("error_%s.txt not written here: %s", mode, problem)
     run.publisher.flush(FIRST_FLUSH_S)  # so that the failure is the newest thing that is told
     run.publisher.beat(
         "superseded" if isinstance(error, Superseded) else f"error_{mode}",
-        {f"error_{mode}.txt": run.redact(text).encode()},
-        error=run.redact(f"{type(error).__name__}: {error}")[:500],
+        {f"error_{mode}.txt": run.content(text)},
+        error=run.redact(said(error))[:500],
         diag=gpu.diagnostics(),
         retriable=isinstance(error, RETRIABLE_ERRORS),
         oom=gpu.is_out_of_memory(error),
@@ -273,6 +276,14 @@ def report_failure(run: Run, error: BaseException) -> None:
     run.publisher.flush()
     time.sleep(run.identity.log_flush_s)
     run.trackers.wait()
+
+
+def said(error: BaseException) -> str:
+    """An error in a line, also one that cannot say what it is."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
 
 
 def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
@@ -293,7 +304,7 @@ def command(arguments: Sequence[str], env: MutableMapping[str, str]) -> int:
         return EXIT_CODE
     except BaseException as error:  # everything was reported: the exit code is what is left
         known = isinstance(error, ONE_LINE_ERRORS)
-        log.error("%s: %s", type(error).__name__, error, exc_info=None if known else error)
+        log.error("%s", said(error), exc_info=None if known else error)
         return 1
     return 0
 

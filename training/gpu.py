@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 from recipe import CardNeed
@@ -102,7 +103,7 @@ def _why_not() -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU ran out of memory, by torch's own type or vLLM's words; host memory does not count."""
     torch = sys.modules.get("torch")
-    text = str(error)
+    text = "".join(traceback.format_exception_only(error))
     return (
         (torch is not None and isinstance(error, torch.OutOfMemoryError))
         or "No available memory for the cache blocks" in text

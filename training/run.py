@@ -81,10 +81,14 @@ class Run:
 
     def keep(self, name: str, text: str) -> bytes:
         """Write a local file; returns its content."""
-        content = self.redact(text).encode()
+        content = self.content(text)
         self.local(name).parent.mkdir(parents=True, exist_ok=True)
         self.local(name).write_bytes(content)
         return content
+
+    def content(self, text: str) -> bytes:
+        """A file of this text: no secrets in it, and readable whatever an error has quoted."""
+        return self.redact(text).encode(errors="backslashreplace")
 
     def take_back(self, *more: str) -> None:
         """Delete the local files that would look like success, and `more`."""
