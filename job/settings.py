@@ -78,9 +78,11 @@ class Identity(BaseSettings):
         ge=0,
     )
     upload_deadline_s: Float = knob(
-        "AUTOSLM_UPLOAD_DEADLINE_S", "seconds a required upload may keep trying", 1800.0, gt=0
+        "AUTOSLM_UPLOAD_DEADLINE_S", "seconds a required upload may keep trying", 1800.0, gt=0, le=604_800
     )
-    grace_s: Float = knob("AUTOSLM_GRACE_S", "seconds a preempted worker may take to leave", 25.0, gt=0)
+    grace_s: Float = knob(
+        "AUTOSLM_GRACE_S", "seconds a preempted worker may take to leave", 25.0, gt=0, le=86_400
+    )
     log_flush_s: Float = knob(
         "AUTOSLM_LOG_FLUSH_S", "seconds to wait for log collectors after a failure", 10.0, ge=0, le=600
     )

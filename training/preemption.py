@@ -79,7 +79,7 @@ class Preemption:
         self.reason = ""
         self._looks = False  # whether the main thread looks for a request
         self._deadline = float("inf")
-        self._stopped = threading.Event()
+        self._stopped, self._finished = threading.Event(), threading.Event()
         self._clock: threading.Timer | None = None
 
     def watch(self, wall_s: float | None) -> None:
@@ -90,7 +90,7 @@ class Preemption:
                 target=self._wait_for_signals, args=(self.signals,), name="signals", daemon=True
             ).start()
         if wall_s is not None:
-            in_time_s = max(0.0, max(SHORTEST_WALL_S, wall_s) - self.grace_s)
+            in_time_s = max(0.0, min(max(SHORTEST_WALL_S, wall_s), threading.TIMEOUT_MAX) - self.grace_s)
             self._clock = threading.Timer(in_time_s, self.request, ["wall clock"])
             self._clock.daemon = True
             self._clock.start()
@@ -105,10 +105,19 @@ class Preemption:
         if self._clock is not None:
             self._clock.cancel()
 
+    def finished(self) -> None:
+        """All is in the store: whoever asks the run to stop comes too late."""
+        self._finished.set()
+        self.close()
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finished.is_set()
+
     def request(self, reason: str) -> None:
-        """Ask the run to stop; a second request ends the process at once."""
-        if not self._first.acquire(blocking=False):
-            self._exit(0.0)
+        """Ask the run to stop, unless it was asked before or has finished."""
+        if self.is_finished or not self._first.acquire(blocking=False):
+            return
         self.reason, self._deadline = reason, time.monotonic() + self.grace_s
         try:
             self.announce(reason)
@@ -135,8 +144,10 @@ class Preemption:
             self._looks = False
 
     def _wait_for_signals(self, signals: Signals) -> None:
-        while True:
-            self.request(signals.wait())
+        """The first signal is a request, the second ends the process at once."""
+        self.request(signals.wait())
+        signals.wait()
+        self._exit(0.0)
 
     def _see_off(self) -> None:
         """End the process where the main thread does not: no safe point in time, or nothing to stop at."""
@@ -150,7 +161,10 @@ class Preemption:
         self._exit(self.left_s())
 
     def _exit(self, upload_s: float) -> NoReturn:
+        until = time.monotonic() + upload_s
         try:
             self.leave(max(0.0, upload_s))
+            if self.is_finished:  # meanwhile: it leaves by itself
+                time.sleep(max(0.0, until - time.monotonic()))
         finally:
-            os._exit(EXIT_CODE)
+            os._exit(0 if self.is_finished else EXIT_CODE)

@@ -3,7 +3,9 @@
 import shutil
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from accounting import Tally
 from delivery.checkpoints import Checkpoints
@@ -35,7 +37,7 @@ class Run:
             self.store,
             {**who, "attempt": self.attempt},
             identity.work_dir / "hb" / "heartbeat.json",
-            told=self.terminal.told,
+            told=self._told,
             redact=self.redact,
             min_interval_s=identity.heartbeat_min_s,
             deadline_s=identity.upload_deadline_s,
@@ -95,14 +97,20 @@ class Run:
         for name in ("metrics.json", "DONE", *more):
             self.local(name).unlink(missing_ok=True)
 
+    def _told(self, stage: str, extras: Mapping[str, Any]) -> None:
+        if stage == "done":
+            self.preemption.finished()
+        self.terminal.told(stage, extras)
+
     def _announce(self, reason: str) -> None:
         self.publisher.beat("preempting", step=self.tally.step, reason=reason)
 
     def _leave(self, upload_s: float) -> None:
-        """Give uploads and trackers that long; the run is to be resumed: nothing may say it succeeded."""
+        """Give uploads and trackers that long; unless it finished, nothing may say that the run succeeded."""
         until = time.monotonic() + upload_s
         self.trackers.close(EXIT_CODE)
         self.publisher.flush(upload_s)
         self.trackers.wait(until - time.monotonic())
-        self.take_back()
+        if not self.preemption.is_finished:
+            self.take_back()
         self.terminal.close()

@@ -19,6 +19,7 @@ from tests.chaos.chain import REPO, TOKEN, complete_steps
 from tests.chaos.process import Worker
 from tests.harness import ROOT, strict
 from tests.hub_server import Fault, HubServer
+from training.preemption import Preemption
 
 GRACE_S, TOLD_WITHIN_S = 12.0, 2.0
 EXIT_CODE = 143
@@ -204,6 +205,31 @@ time.sleep(60)
 """
 
 
+CLOCK_MEANWHILE = """
+with one.can_stop():
+    say("ready")
+    time.sleep(2.5)
+    try:
+        one.check()
+    except preemption.Preempted as stop:
+        say("stopped", stop)
+        sys.exit(143)
+"""
+FINISHED = """
+one.finished()
+say("ready")
+time.sleep(0.5)
+say("over")
+"""
+FINISHES_MEANWHILE = """
+one.leave = lambda left: time.sleep(0.5)
+say("ready")
+while not one.reason:
+    time.sleep(0.01)
+one.finished()
+time.sleep(1.0)
+say("over")
+"""
 CHILDREN = """
 import multiprocessing, subprocess
 say("ready")
@@ -300,6 +326,39 @@ def test_a_second_signal_waits_for_nothing(alone: Callable[..., Any]) -> None:
     sent = time.monotonic()
     assert told(process)["left"][1] == "0.0"
     assert process.returncode == EXIT_CODE and time.monotonic() - sent < 1.0
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_the_own_clock_is_no_second_signal(alone: Callable[..., Any]) -> None:
+    process = alone(CLOCK_MEANWHILE, grace_s=8.0, wall_s=9.0)
+    assert process.stdout.readline().startswith("ready")
+    process.send_signal(signal.SIGTERM)
+    said = told(process)
+    assert said["told"][1] == "SIGTERM" and said["stopped"][-1] == "SIGTERM"
+    assert float(said["stopped"][0]) > 2.0  # the clock came at 1 s
+    assert process.returncode == EXIT_CODE
+
+
+@pytest.mark.parametrize("body", [FINISHED, FINISHES_MEANWHILE])
+def test_a_run_that_finishes_is_not_told_to_have_been_stopped(alone: Callable[..., Any], body: str) -> None:
+    process = alone(body)
+    assert process.stdout.readline().startswith("ready")
+    process.send_signal(signal.SIGTERM)
+    said = told(process)
+    assert "over" in said and process.returncode == 0
+    assert ("told" in said) == (body is FINISHES_MEANWHILE)
+
+
+@pytest.mark.parametrize("wall_s", [10**400, 10**12, -(10**400)])
+def test_a_wall_clock_may_be_any_number(wall_s: int) -> None:
+    one = Preemption(25.0, print, print, None)
+    one.watch(wall_s)
+    clock = one._clock
+    assert clock is not None
+    clock.join(0.1)
+    assert clock.is_alive()  # 35 s from now, or much later
+    one.close()
 
 
 def test_the_image_starts_python_itself() -> None:
