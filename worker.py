@@ -72,6 +72,7 @@ def main(env: MutableMapping[str, str], signals: Signals | None = None) -> None:
         if is_done(run.store):
             replay(run)
             return
+        run.publisher.note_owner()
         run.publisher.beat("boot")
         settings = rules.resolve(env, identity)
         cli.announce(settings)

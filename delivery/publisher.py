@@ -14,7 +14,7 @@ from typing import Any, Literal
 from accounting import strict_json
 from delivery.budget import Budget
 from delivery.errors import NotFound, StoreError, Superseded, Unavailable, Unreachable
-from delivery.patience import Patience, Persistence
+from delivery.patience import Patience, Persistence, ask_again
 from delivery.progress import UPLOADING
 from delivery.pulse import Pulse
 from delivery.store import Commit, Content, Read, Store
@@ -59,10 +59,7 @@ class Publisher:
         sleep: Callable[[float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`header` (run_id, mode, seed, attempt) is in every beat.
-
-        `told` is called with each; seconds are wall-clock.
-        """
+        """`header` (run_id, mode, seed, attempt) is in every beat; `told` is called with each."""
         self.store, self.header, self.heartbeat_file = store, dict(header), heartbeat_file
         self.told, self.redact, self.clock = told, redact, clock
         self.deadline_s = deadline_s
@@ -85,6 +82,11 @@ class Publisher:
         self._pulse.start()
 
     # --- what the run calls ---
+
+    @ask_again
+    def note_owner(self) -> None:
+        """Remember whose beat is in the store: whoever's comes later is a newer attempt's."""
+        self._check_owner(self.store.read)
 
     def beat(self, stage: str, files: Mapping[str, Content] | None = None, **extras: Any) -> None:
         """Write the local heartbeat, print its line, queue its commit when due; never raises, never waits.

@@ -98,6 +98,19 @@ def test_the_older_attempt_stops_and_every_file_is_the_newer_one_s(attempt, stor
     newer.check()
 
 
+def test_an_attempt_that_could_not_beat_before_a_newer_one_began_is_the_older_one(attempt, store):
+    beat(attempt(store, "a0"), "boot")
+    older, newer = attempt(store, "a1"), attempt(store, "a2")
+    older.note_owner()
+    newer.note_owner()
+    beat(newer, "boot")
+    beat(older, "boot")
+    with pytest.raises(Superseded, match="attempt a2 has taken over"):
+        older.check()
+    beat(newer, "rl_start")
+    newer.check()
+
+
 def test_what_waits_in_the_older_attempt_is_dropped(attempt, store):
     older, newer = attempt(store, "a1"), attempt(store, "a2")
     beat(older, "boot")
