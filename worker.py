@@ -203,7 +203,7 @@ def finish(settings: Settings, run: Run, job: inputs.Job, report: Callable[[], F
     metrics, step = job.metrics, run.tally.step
     run.trackers.close(0)
     run.trackers.wait()
-    meta = run.keep("train_meta.json", metrics.train_meta(settings.output_dir / "adapter"))
+    meta = run.keep_if_possible("train_meta.json", metrics.train_meta(settings.output_dir / "adapter"))
     run.publisher.beat(
         f"{settings.mode}_train_done",
         {"train_meta.json": meta, **report()},
@@ -262,14 +262,11 @@ def report_failure(run: Run, error: BaseException) -> None:
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     header = f"{now} run {run.identity.prefix}, attempt {run.attempt}\n"
     text = header + "".join(traceback.format_exception(error))
-    try:
-        run.keep(f"error_{mode}.txt", text)
-    except OSError as problem:
-        log.warning("error_%s.txt not written here: %s", mode, problem)
+    content = run.keep_if_possible(f"error_{mode}.txt", text)
     run.publisher.flush(FIRST_FLUSH_S)  # so that the failure is the newest thing that is told
     run.publisher.beat(
         "superseded" if isinstance(error, Superseded) else f"error_{mode}",
-        {f"error_{mode}.txt": run.content(text)},
+        {f"error_{mode}.txt": content},
         error=run.redact(said(error))[:500],
         diag=gpu.diagnostics(),
         retriable=isinstance(error, RETRIABLE_ERRORS),

@@ -1,5 +1,6 @@
 """One attempt at a run: who it is, the places it writes to, and when it has to stop."""
 
+import logging
 import shutil
 import time
 import uuid
@@ -18,6 +19,8 @@ from job.settings import Identity, SettingsError
 from training.history import MetricsStream
 from training.preemption import EXIT_CODE, Preemption, Signals
 from training.trackers import Trackers
+
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -87,6 +90,14 @@ class Run:
         self.local(name).parent.mkdir(parents=True, exist_ok=True)
         self.local(name).write_bytes(content)
         return content
+
+    def keep_if_possible(self, name: str, text: str) -> bytes:
+        """The same with a file that can be done without."""
+        try:
+            return self.keep(name, text)
+        except OSError as error:
+            log.warning("%s not written here: %s", name, error)
+            return self.content(text)
 
     def content(self, text: str) -> bytes:
         """A file of this text: no secrets in it, and readable whatever an error has quoted."""
