@@ -81,6 +81,10 @@ def main(env: MutableMapping[str, str], signals: Signals | None = None) -> None:
         run.preemption.leave(run.preemption.left_s())
         raise
     except BaseException as error:
+        if run.preemption.reason:  # its children may have got the signal too: what breaks now is no failure
+            log.warning("while it was leaving: %s", said(error))
+            run.preemption.leave(run.preemption.left_s())
+            run.preemption.check()
         try:
             report_failure(run, error)
         except Exception:

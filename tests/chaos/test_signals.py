@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -359,6 +360,36 @@ def test_a_wall_clock_may_be_any_number(wall_s: int) -> None:
     clock.join(0.1)
     assert clock.is_alive()  # 35 s from now, or much later
     one.close()
+
+
+BREAKS_MEANWHILE = """
+import os, signal, sys, time
+import worker
+from training.preemption import Signals
+
+def resolve(env, identity):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)
+    raise KINDS  # as verifiers does where it has taken the signal, or as a library whose child is gone
+
+worker.rules.resolve = resolve
+worker.hard_exit(worker.command([], os.environ))
+"""
+
+
+@pytest.mark.parametrize("error", ["SystemExit(143)", "RuntimeError('a child was killed')"])
+def test_what_breaks_while_it_is_leaving_is_no_failure(tmp_path: Path, error: str) -> None:
+    ours = {"AUTOSLM_WORK_DIR": tmp_path / "work", "AUTOSLM_STORE_DIR": tmp_path / "store"}
+    env = {**os.environ, **{name: str(value) for name, value in ours.items()}}
+    command = [sys.executable, "-c", BREAKS_MEANWHILE.replace("KINDS", error)]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == EXIT_CODE, ended.stderr
+    stages = [strict(line.partition(" ")[2])["stage"] for line in ended.stdout.splitlines()]
+    assert stages == ["boot", "preempting"]
+    assert {path.name for path in (tmp_path / "work").iterdir()} == {"hb"}
+    assert strict((tmp_path / "store/sft/local/seed0/heartbeat.json").read_bytes())["stage"] == "preempting"
 
 
 def test_the_image_starts_python_itself() -> None:
