@@ -169,7 +169,7 @@ class Publisher:
         text = self._payload(stage, extras)
         self._write_locally(text)
         if kind != "throttled" or self._is_due():
-            if kind == "throttled":
+            if kind != "milestone":  # what waits is older, and would land later or for nothing
                 self._drop_throttled()
             commit = Commit(f"heartbeat: {stage}", {**files, HEARTBEAT: text.encode()})
             self._enqueue(kind, commit.message, lambda: commit)

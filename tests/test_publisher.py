@@ -344,6 +344,7 @@ def test_an_urgent_beat_goes_before_what_waits(make, store):
     publisher.beat("boot")
     assert store.entered.wait(PATIENCE_S)
     publisher.beat("rl_eval")
+    publisher.beat("rl_step", step=5)  # older: it may not land after what is newer
     publisher.stream(5, lambda: Commit("checkpoint-5", {}))
     publisher.beat("preempting", step=5, reason="SIGTERM")
     store.may_go_on.set()

@@ -368,6 +368,8 @@ import worker
 from training.preemption import Signals
 
 def resolve(env, identity):
+    while not os.path.exists("STORE"):  # boot has landed
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.05)
     raise KINDS  # as verifiers does where it has taken the signal, or as a library whose child is gone
@@ -380,8 +382,9 @@ worker.hard_exit(worker.command([], os.environ))
 @pytest.mark.parametrize("error", ["SystemExit(143)", "RuntimeError('a child was killed')"])
 def test_what_breaks_while_it_is_leaving_is_no_failure(tmp_path: Path, error: str) -> None:
     ours = {"AUTOSLM_WORK_DIR": tmp_path / "work", "AUTOSLM_STORE_DIR": tmp_path / "store"}
+    beat = tmp_path / "store/sft/local/seed0/heartbeat.json"
     env = {**os.environ, **{name: str(value) for name, value in ours.items()}}
-    command = [sys.executable, "-c", BREAKS_MEANWHILE.replace("KINDS", error)]
+    command = [sys.executable, "-c", BREAKS_MEANWHILE.replace("KINDS", error).replace("STORE", str(beat))]
     ended = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60
     )
@@ -389,7 +392,7 @@ def test_what_breaks_while_it_is_leaving_is_no_failure(tmp_path: Path, error: st
     stages = [strict(line.partition(" ")[2])["stage"] for line in ended.stdout.splitlines()]
     assert stages == ["boot", "preempting"]
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"hb"}
-    assert strict((tmp_path / "store/sft/local/seed0/heartbeat.json").read_bytes())["stage"] == "preempting"
+    assert strict(beat.read_bytes())["stage"] == "preempting"
 
 
 def test_the_image_starts_python_itself() -> None:
