@@ -23,6 +23,9 @@ from delivery.hub_client import hub_errors, set_hub_timeouts
 log = logging.getLogger(__name__)
 
 CONFLICT_TRIES = 10
+PASSING_TROUBLES = frozenset(  # of a disk or a network file system, which may have ended by the next try
+    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE}
+)
 Content = bytes | Path
 Read = Callable[[str], bytes]
 Check = Callable[[Read], None]
@@ -276,7 +279,7 @@ def _named_os_errors(folder: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        kind = Unavailable if error.errno in (errno.ENOSPC, errno.EIO, errno.EAGAIN) else StoreError
+        kind = Unavailable if error.errno in PASSING_TROUBLES else StoreError
         raise kind(f"store folder {folder}: {error.strerror or error} (AUTOSLM_STORE_DIR)") from error
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -229,6 +231,33 @@ def test_a_file_that_vanishes_while_it_is_read_is_not_found(tmp_path, monkeypatc
     monkeypatch.setattr(store, "exists", lambda path: True)
     with pytest.raises(NotFound):
         store.read("checkpoint/checkpoint-5/manifest.json")
+
+
+class Failing:
+    """A file that cannot be read for a reason of its file system's."""
+
+    def __init__(self, code: int):
+        self.code = code
+
+    def __fspath__(self) -> str:
+        raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        *(
+            (code, Unavailable)
+            for code in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE)
+        ),
+        *((code, StoreError) for code in (errno.EROFS, errno.EACCES, errno.ENAMETOOLONG)),
+    ],
+)
+def test_a_folder_in_trouble_that_may_pass_is_worth_another_try(tmp_path, code, kind):
+    failing: Any = Failing(code)
+    with pytest.raises(StoreError, match="AUTOSLM_STORE_DIR") as caught:
+        FolderStore(tmp_path, PREFIX).put(Commit("m", {"a": failing}))
+    assert type(caught.value) is kind
 
 
 def test_a_folder_that_cannot_be_one(tmp_path):
