@@ -119,6 +119,9 @@ class Preemption:
         if self.is_finished or not self._first.acquire(blocking=False):
             return
         self.reason, self._deadline = reason, time.monotonic() + self.grace_s
+        last = threading.Timer(self.grace_s, self._end)  # whatever hangs: a pipe that nobody reads, a disk
+        last.daemon = True
+        last.start()
         try:
             self.announce(reason)
         finally:
@@ -167,4 +170,7 @@ class Preemption:
             if self.is_finished:  # meanwhile: it leaves by itself
                 time.sleep(max(0.0, until - time.monotonic()))
         finally:
-            os._exit(0 if self.is_finished else EXIT_CODE)
+            self._end()
+
+    def _end(self) -> NoReturn:
+        os._exit(0 if self.is_finished else EXIT_CODE)

@@ -318,6 +318,18 @@ def test_outside_training_nobody_waits_for_the_main_thread(alone: Callable[..., 
 
 @pytest.mark.chaos
 @pytest.mark.slow
+@pytest.mark.parametrize("hung", ["announce", "leave"])
+def test_the_grace_is_kept_whatever_hangs(alone: Callable[..., Any], hung: str) -> None:
+    process = alone(f"one.{hung} = lambda _: time.sleep(60)\nsay('ready')\ntime.sleep(60)", grace_s=1.5)
+    assert process.stdout.readline().startswith("ready")
+    sent = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == EXIT_CODE
+    assert time.monotonic() - sent < 2.5
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
 def test_a_second_signal_waits_for_nothing(alone: Callable[..., Any]) -> None:
     process = alone(BUSY)
     assert process.stdout.readline().startswith("ready")
