@@ -29,6 +29,8 @@ SECRET_NAME = re.compile(
     r"TOKEN|SECRET|PASSW|(?:API|ACCESS|PRIVATE)[-_ ]?KEY|CREDENTIAL|AUTHORIZATION", re.IGNORECASE
 )
 NAMED_TEXT = re.compile(r'"([^"\\]{1,80})"\s*:\s*"((?:[^"\\]|\\.){8,4000})')
+TOKEN, ADDRESS = r"^[!-~]*$", r"^(https?://[!-~]+)?$"
+PATTERNS = {TOKEN: "text without spaces, ASCII", ADDRESS: "http(s)://host"}
 
 
 class SettingsError(ValueError):
@@ -173,7 +175,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return " | ".join(schema["enum"])
     if "pattern" in schema:
-        return "owner/name"
+        return PATTERNS.get(schema["pattern"], "owner/name")
     if schema.get("type") == "array":
         return " of ".join(["comma list", *([_kind(schema["items"])] if "enum" in schema["items"] else [])])
     words = {
@@ -275,8 +277,7 @@ def early(table: type[BaseSettings], field: str, env: Mapping[str, str]) -> Any:
 
 
 def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Texts that may never leave the machine: all that has a name like a secret's among the variables and in
-    the JobSpec, be it one that is refused."""
+    """Texts that may never leave the machine: those named like secrets, also in a JobSpec that is refused."""
     try:
         given = spec_text(env)
     except SettingsError:

@@ -68,8 +68,12 @@ class Identity(BaseSettings):
     work_dir: Annotated[Path, AfterValidator(Path.absolute)] = knob(
         "AUTOSLM_WORK_DIR", "root of every local file", Path("/tmp")
     )
-    token: str = knob("HF_TOKEN", "token for all Hub traffic (HUGGINGFACE_TOKEN is the same)", "", repr=False)
-    endpoint: str = knob("HF_ENDPOINT", "the Hub's address", "", shown="the client's own")
+    token: Annotated[str, Field(pattern=knobs.TOKEN)] = knob(
+        "HF_TOKEN", "token for all Hub traffic (HUGGINGFACE_TOKEN is the same)", "", repr=False
+    )
+    endpoint: Annotated[str, Field(pattern=knobs.ADDRESS)] = knob(
+        "HF_ENDPOINT", "the Hub's address", "", shown="the client's own"
+    )
     heartbeat_min_s: Float = knob(
         "AUTOSLM_HEARTBEAT_MIN_S",
         "minimum seconds between commits of throttled beats",
@@ -138,6 +142,9 @@ def read_spec(env: Mapping[str, str]) -> JobSpec | None:
 
 
 def _fallback(env: Mapping[str, str], spec: JobSpec | None) -> Identity:
+    token = env.get("HF_TOKEN", "").strip() or env.get("HUGGINGFACE_TOKEN", "")
+    env = {**env, "HF_TOKEN": token, "HUGGINGFACE_TOKEN": ""}
+
     def given(name: str) -> str:
         return env.get(name, "").strip()
 

@@ -518,6 +518,21 @@ def test_a_repository_is_the_same_thing_in_spec_and_variable(repo):
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"HF_TOKEN": "hf_tök12345"}, "HF_TOKEN=***: must be text without spaces"),
+        ({"HUGGINGFACE_TOKEN": "hf_a b12345"}, "HF_TOKEN=***: must be text without spaces"),
+        ({"HF_ENDPOINT": "hub.example"}, "HF_ENDPOINT='hub.example': must be http"),
+        ({"HF_ENDPOINT": "ftp://hub.example"}, "HF_ENDPOINT='ftp://hub.example': must be http"),
+    ],
+)
+def test_a_token_or_an_address_that_cannot_be_one_is_no_trouble_with_the_hub(env, said):
+    identity, problem = identify({"RUN_ID": "r", **env})
+    assert isinstance(problem, SettingsError) and str(problem).startswith(said)
+    assert (identity.run_id, identity.token, identity.endpoint) == ("r", "", "")
+
+
 def test_secrets_are_collected_and_not_shown():
     env = {
         **{"HF_TOKEN": "hf_0123456789", "OPENAI_API_KEY": " key-of-somebody ", "MY_PASSWORD": "open sesame"},
