@@ -181,7 +181,15 @@ def test_the_reference_is_still_that_adapter_after_a_resume(
     first.trainer.train()
     assert (kept / "ref" / "adapter_model.safetensors").is_file()
     second = trial({"kl_penalty_coef": 0.1, "steps": 4}, RL_USE_VLLM=0)
+    known_as_saved = []
+
+    class Look:
+        def on_train_begin(self, *args: Any, **_: Any) -> None:
+            known_as_saved.append(second.trainer.saved_step)
+
+    second.trainer.add_callback(as_callback(Look))
     saving.train(second.trainer, kept)
+    assert known_as_saved == [2]  # a run that is stopped before its next step has nothing to save
     loaded = load_file(store / FROM / "adapter" / "adapter_model.safetensors")
     reference = {name.replace(".ref.", "."): one for name, one in second.adapter_weights("ref").items()}
     assert reference.keys() == loaded.keys()

@@ -100,6 +100,7 @@ def train(trainer: Any, checkpoint: Path | None) -> None:
     from transformers.trainer import TRAINER_STATE_NAME
 
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    trainer.saved_step = state.global_step  # what is in the store already needs no second save
     if state.global_step < state.max_steps:
         trainer.train(resume_from_checkpoint=str(checkpoint))
     else:  # the library would make one step more
