@@ -49,13 +49,10 @@ class Identity(BaseSettings):
     )
     run_id: str = knob("RUN_ID", "second part of the prefix", "local", spec="run_id")
     seed: int = knob(
-        "SEED",
-        "third part of the prefix; trainer seed; shuffle seed",
+        "SEED", "third part of the prefix; trainer seed; shuffle seed",
         lambda data: data["spec"].train.seeds[0] if data["spec"] else 0,
-        shown="first of train.seeds, else 0",
-        ge=0,
-        lt=SEED_LIMIT,
-    )
+        shown="first of train.seeds, else 0", ge=0, lt=SEED_LIMIT,
+    )  # fmt: skip
     hf_repo: RepoId = knob(
         "HF_REPO",
         "the store, a Hub dataset repository owner/name; empty = a folder",
