@@ -216,9 +216,10 @@ def finish(settings: Settings, run: Run, job: inputs.Job, report: Callable[[], F
         generated_tokens=metrics.generated_tokens,
         step=step,
     )
+    run.check()  # of a run that was asked to stop there are no metrics
     run.publisher.upload("metrics.json", {"metrics.json": run.keep("metrics.json", metrics.to_json())})
     run.publisher.stop_pings()
-    run.check()  # a run that was asked to stop is not done
+    run.check()  # and it is not done
     run.publisher.upload("DONE", {"DONE": run.keep("DONE", f"{time.time():.3f}")}, "done", step=step)
     run.publisher.flush()
     run.clear_scratch()

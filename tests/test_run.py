@@ -108,7 +108,9 @@ def test_a_run_that_was_asked_to_stop_is_not_done(run: Run):
     run.preemption.reason = "SIGTERM"
     with pytest.raises(Preempted):
         finish(run)
-    assert "DONE" not in files(stored(run)) | files(run.identity.work_dir)
+    run.publisher.flush()
+    assert files(stored(run)) == {"heartbeat.json", "train_meta.json"}
+    assert files(run.identity.work_dir) == {"hb", "train_meta.json"}
 
 
 def test_a_run_whose_sentinel_landed_is_left_its_files_when_it_is_asked_to_stop(run: Run):

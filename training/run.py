@@ -122,6 +122,6 @@ class Run:
         self.trackers.close(EXIT_CODE)
         self.publisher.flush(upload_s)
         self.trackers.wait(until - time.monotonic())
+        self.terminal.close()
         if not self.preemption.is_finished:
             self.take_back()
-        self.terminal.close()
