@@ -25,7 +25,8 @@ from delivery.redaction import redactor
 from delivery.store import Store
 from delivery.terminal import say, set_up_logging
 from job import cli, prefetch, repository, rules, weights
-from job.knobs import early, secret_values
+from job.given import secret_values
+from job.knobs import early
 from job.settings import Settings, identify
 from training import (
     delivering,

@@ -1,13 +1,10 @@
 """How one setting is declared, where its value is looked for, and how a wrong one is refused."""
 
 import difflib
-import json
 import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
@@ -15,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 import recipe
+from job.given import SECRET_NAME
 from spec import BOOLEAN_WORDS, JobSpec
 
 log = logging.getLogger(__name__)
@@ -25,10 +23,6 @@ LAUNCHER_ONLY = frozenset(
     | {"AUTOSLM_VAST_LOAD_TIMEOUT_S"}
 )
 SPEC_VARIABLES = frozenset({"AUTOSLM_JOB_SPEC_JSON", "AUTOSLM_JOB_SPEC_PATH"})
-SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|(?:API|ACCESS|PRIVATE)[-_ ]?KEY|CREDENTIAL|AUTHORIZATION", re.IGNORECASE
-)
-NAMED_TEXT = re.compile(r'"([^"\\]{1,80})"\s*:\s*"((?:[^"\\]|\\.){8,4000})')
 TOKEN, ADDRESS = r"^[!-~]*$", r"^(https?://[!-~]+)?$"
 PATTERNS = {TOKEN: "text without spaces, ASCII", ADDRESS: "http(s)://host"}
 
@@ -274,44 +268,6 @@ def early(table: type[BaseSettings], field: str, env: Mapping[str, str]) -> Any:
         return _adapter(info).validate_python(env.get(str(info.validation_alias), "").strip())
     except ValidationError:
         return info.default
-
-
-def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Texts that may never leave the machine: those named like secrets, also in a JobSpec that is refused."""
-    try:
-        given = spec_text(env)
-    except SettingsError:
-        given = ""
-    named = [*env.items(), *_named_texts(given)]
-    return tuple(text.strip() for name, text in named if SECRET_NAME.search(name) and len(text.strip()) >= 8)
-
-
-def spec_text(env: Mapping[str, str]) -> str:
-    """The JobSpec of AUTOSLM_JOB_SPEC_JSON, else of the file AUTOSLM_JOB_SPEC_PATH, else ""."""
-    text = env.get("AUTOSLM_JOB_SPEC_JSON", "").strip()
-    path = Path(env.get("AUTOSLM_JOB_SPEC_PATH", "").strip())
-    try:
-        return path.read_text(encoding="utf-8") if not text and path.is_file() else text
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"AUTOSLM_JOB_SPEC_PATH={str(path)[:80]!r}: cannot be read ({error})") from error
-
-
-def _named_texts(text: str) -> Iterator[tuple[str, str]]:
-    """Every text in a JSON with the names above it; of a broken one, or one in quotes, what can be seen."""
-    try:
-        inside = [("", json.loads(text))]
-    except (ValueError, RecursionError):
-        inside = []
-    while inside:
-        name, value = inside.pop()
-        if isinstance(value, str):
-            yield name, value
-        elif isinstance(value, list):
-            inside += [(name, one) for one in value]
-        elif isinstance(value, dict):
-            inside += [(f"{name}.{key}", one) for key, one in value.items()]
-    yield from NAMED_TEXT.findall(text)
-    yield from NAMED_TEXT.findall(text.replace('\\"', '"'))
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDi
 
 import recipe
 from job import knobs
+from job.given import read_spec, secret_values
 from job.knobs import Bool, Float, SettingsError, knob
 from spec import JobSpec, RepoId
 
@@ -49,10 +50,13 @@ class Identity(BaseSettings):
     )
     run_id: str = knob("RUN_ID", "second part of the prefix", "local", spec="run_id")
     seed: int = knob(
-        "SEED", "third part of the prefix; trainer seed; shuffle seed",
+        "SEED",
+        "third part of the prefix; trainer seed; shuffle seed",
         lambda data: data["spec"].train.seeds[0] if data["spec"] else 0,
-        shown="first of train.seeds, else 0", ge=0, lt=SEED_LIMIT,
-    )  # fmt: skip
+        shown="first of train.seeds, else 0",
+        ge=0,
+        lt=SEED_LIMIT,
+    )
     hf_repo: RepoId = knob(
         "HF_REPO",
         "the store, a Hub dataset repository owner/name; empty = a folder",
@@ -93,7 +97,7 @@ class Identity(BaseSettings):
         """Resolve the table from `env` and `spec`; raises SettingsError with one line."""
         sources = knobs.sources(cls, env, spec)
         origins = knobs.origins(sources)
-        given = {"spec": spec, "origins": origins, "secrets": knobs.secret_values(env)}
+        given = {"spec": spec, "origins": origins, "secrets": secret_values(env)}
         knobs.check_overruled(cls, env)
         try:
             return cls(_build_sources=((*sources, InitSettingsSource(cls, given)), {}))
@@ -130,12 +134,6 @@ def identify(env: Mapping[str, str]) -> tuple[Identity, ValueError | None]:
         return identity, None
     except ValueError as problem:
         return _fallback(env, spec), problem
-
-
-def read_spec(env: Mapping[str, str]) -> JobSpec | None:
-    """Return the JobSpec of AUTOSLM_JOB_SPEC_JSON, else of the file AUTOSLM_JOB_SPEC_PATH, else None."""
-    text = knobs.spec_text(env)
-    return JobSpec.from_json(text) if text else None
 
 
 def _fallback(env: Mapping[str, str], spec: JobSpec | None) -> Identity:

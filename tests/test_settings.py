@@ -18,8 +18,9 @@ from pydantic import ValidationError
 import recipe
 from delivery.redaction import redactor
 from job import knobs
+from job.given import read_spec, secret_values
 from job.knobs import SettingsError
-from job.settings import Identity, Settings, identify, read_spec
+from job.settings import Identity, Settings, identify
 from spec import BOOLEAN_WORDS, JobSpec, SpecError
 
 BLANK = ("", " ", "\t\n")
@@ -439,7 +440,7 @@ def test_a_spec_that_cannot_be_read(tmp_path):
     path = tmp_path / "spec.json"
     path.write_bytes(b"\xff{}")
     for name in (str(path), "x" * 5000):
-        with pytest.raises(SettingsError, match=r"AUTOSLM_JOB_SPEC_PATH=.*cannot be read"):
+        with pytest.raises(SpecError, match=r"AUTOSLM_JOB_SPEC_PATH=.*cannot be read"):
             read_spec({"AUTOSLM_JOB_SPEC_PATH": name})
     path.write_text("{")
     with pytest.raises(SpecError):
@@ -589,7 +590,10 @@ def test_anything_is_either_refused_in_one_line_or_in_range(env, spec):
 
 
 def test_secrets_among_the_loaders_parameters_are_known():
-    params = {"api_key": "plainSecretValue", "judge": {"auth_token": "abcdefgh1234"}, "level": "not-a-secret"}
+    params = {
+        **{"api_key": "plainSecretValue", "judge": {"auth_token": "abcdefgh1234"}, "level": "not-a-secret"},
+        **{"tokenizer": "acme/tokenizer", "judge_api_key_var": "OPENAI_API_KEY", "token_path": "/run/token"},
+    }
     env = {"AUTOSLM_JOB_SPEC_JSON": json.dumps({"environment": {"id": "e", "params": params}})}
     identity, _ = identify(env)
     assert set(identity.secrets) == {"plainSecretValue", "abcdefgh1234"}
@@ -619,14 +623,14 @@ def test_a_jobspec_that_is_refused_gives_no_secret_away(text):
 
 def command_redactor(text: str) -> Callable[[str], str]:
     """What takes secrets out of the log: it is made before the JobSpec has been judged."""
-    return redactor(knobs.secret_values({"AUTOSLM_JOB_SPEC_JSON": text}))
+    return redactor(secret_values({"AUTOSLM_JOB_SPEC_JSON": text}))
 
 
 def test_secrets_under_a_name_above_them_and_in_a_file_are_known(tmp_path):
     params = json.loads(PARAMS + "}")
     path = tmp_path / "spec.json"
     path.write_text(json.dumps({"environment": {"id": "e", "params": params}}))
-    assert {*knobs.secret_values({"AUTOSLM_JOB_SPEC_PATH": str(path)})} == {
+    assert {*secret_values({"AUTOSLM_JOB_SPEC_PATH": str(path)})} == {
         "plainSecretValue",
         "abcdefgh1234",
     }
