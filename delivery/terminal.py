@@ -90,6 +90,7 @@ def set_up_logging(level: str, env: MutableMapping[str, str], redact: Callable[[
     handler.setFormatter(RedactedFormatter(redact))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
+    threading.excepthook = _thread_failed
     is_debug = level == "debug"
     if not is_debug:
         for name, quiet in QUIET_LOGGERS.items():
@@ -100,6 +101,14 @@ def set_up_logging(level: str, env: MutableMapping[str, str], redact: Callable[[
         wanted.pop("VLLM_CONFIGURE_LOGGING", None)
     for name, value in wanted.items():
         env.setdefault(name, value)
+
+
+def _thread_failed(failed: threading.ExceptHookArgs) -> None:
+    """Log what ends a thread: Python would print it as it is, secrets included."""
+    if issubclass(failed.exc_type, SystemExit):
+        return
+    name = failed.thread.name if failed.thread else "?"
+    log.error("thread %s has ended: %s", name, failed.exc_type.__name__, exc_info=failed.exc_value)
 
 
 # --- the run ------------------------------------------------------------------------------------------------

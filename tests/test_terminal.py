@@ -10,6 +10,7 @@ import re
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,7 @@ def plain_logging() -> Iterator[None]:
     level, handlers = root.level, root.handlers[:]
     yield
     logging.captureWarnings(False)
+    threading.excepthook = threading.__excepthook__
     root.setLevel(level)
     root.handlers[:] = handlers
     for name, was in levels.items():
@@ -240,6 +242,21 @@ def test_at_debug_the_libraries_are_heard_and_redacted():
         err = child.communicate()[1].decode()
     assert "WARNING vllm.engine: a wall" in err and "FutureWarning: a wall of ***" in err
     assert SECRET not in err and "\r" not in err
+
+
+def test_what_ends_a_thread_is_logged_without_secrets():
+    program = f"""
+import os, threading
+from delivery.terminal import set_up_logging
+set_up_logging("info", os.environ, lambda text: text.replace({SECRET!r}, "***"))
+def fail():
+    raise ValueError("refused for " + {SECRET!r}) from KeyError({SECRET!r})
+threading.Thread(target=fail, name="judge").start()
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert "ERROR delivery.terminal: thread judge has ended: ValueError" in ended.stderr
+    assert "ValueError: refused for ***" in ended.stderr and SECRET not in ended.stderr.replace(program, "")
 
 
 def test_on_a_terminal_protocol_and_log_lines_are_whole_and_the_bar_is_gone_at_the_end():
