@@ -170,7 +170,7 @@ class Publisher:
         self._write_locally(text)
         if kind != "throttled" or self._is_due():
             if kind != "milestone":  # what waits is older, and would land later or for nothing
-                self._drop_throttled()
+                self._drop("throttled")
             commit = Commit(f"heartbeat: {stage}", {**files, HEARTBEAT: text.encode()})
             self._enqueue(kind, commit.message, lambda: commit)
         self._tell(stage, extras, text)
@@ -184,9 +184,9 @@ class Publisher:
         is_free = self._checkpoint is None or self._budget.floor_s == 0
         return is_free and self._budget.beat_is_due(self.clock())
 
-    def _drop_throttled(self) -> None:
+    def _drop(self, kind: Kind) -> None:
         for parcel in self._queue:
-            if parcel.kind == "throttled":
+            if parcel.kind == kind:
                 parcel.outcome.cancel()
         self._queue = deque(parcel for parcel in self._queue if not parcel.outcome.cancelled())
 
@@ -311,6 +311,8 @@ class Publisher:
             self._known = (None, self.header["attempt"])
         if parcel.then:
             with self._changed:
+                if parcel.then[0] == "done":
+                    self._drop("urgent")  # who asked the run to stop came too late
                 self._remember(*parcel.then)
                 self._write_locally(text)
                 self._tell(*parcel.then, text)

@@ -232,6 +232,21 @@ def test_a_file_that_cannot_be_written_does_not_stop_the_beat(make, store, tmp_p
 # --- throttle and slot ---
 
 
+def test_who_asks_a_run_to_stop_whose_done_is_landing_does_not_have_the_last_word(make, store, clock):
+    publisher = make(0)
+    store.may_go_on.clear()
+    store.entered.clear()
+    ends = threading.Thread(target=publisher.upload, args=("DONE", {"DONE": b"1"}, "done"))
+    ends.start()
+    assert store.entered.wait(PATIENCE_S)
+    publisher.beat("preempting", step=5, reason="SIGTERM")
+    store.may_go_on.set()
+    ends.join(PATIENCE_S)
+    drained(publisher)
+    assert [beat["stage"] for beat in store.beats] == ["done"]
+    assert strict(publisher.heartbeat_file.read_bytes())["stage"] == "done"
+
+
 def test_a_step_is_due_an_interval_after_the_last_commit_of_any_stage(make, store, clock):
     publisher = make(60)
     publisher.beat("rl_step", step=1)  # nothing committed yet: due
