@@ -45,6 +45,7 @@ bench: venv
 	$(PY) bench/adapter_sync.py
 	$(PY) bench/conversations.py
 	$(PY) bench/startup.py
+	$(PY) bench/slow_hub.py
 
 clean:
 	rm -rf .venv .uv demo-out artifacts .pytest_cache .ruff_cache .mypy_cache .hypothesis
