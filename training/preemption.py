@@ -90,7 +90,9 @@ class Preemption:
                 target=self._wait_for_signals, args=(self.signals,), name="signals", daemon=True
             ).start()
         if wall_s is not None:
-            in_time_s = max(0.0, min(max(SHORTEST_WALL_S, wall_s), threading.TIMEOUT_MAX) - self.grace_s)
+            wall_s = min(max(SHORTEST_WALL_S, wall_s), threading.TIMEOUT_MAX)
+            # With a grace as long as that a run would stop when it begins, however often it is started.
+            in_time_s = wall_s - min(self.grace_s, wall_s / 2)
             self._clock = threading.Timer(in_time_s, self.request, ["wall clock"])
             self._clock.daemon = True
             self._clock.start()

@@ -374,6 +374,17 @@ def test_a_wall_clock_may_be_any_number(wall_s: int) -> None:
     one.close()
 
 
+@pytest.mark.parametrize(
+    ("grace_s", "wall_s", "seconds"),
+    [(25.0, 600, 575.0), (25.0, 0, 35.0), (30.0, 60, 30.0), (60.0, 60, 30.0), (86_400.0, 600, 300.0)],
+)
+def test_a_long_grace_leaves_time_to_train(grace_s: float, wall_s: int, seconds: float) -> None:
+    one = Preemption(grace_s, print, print, None)
+    one.watch(wall_s)
+    assert one._clock is not None and one._clock.interval == seconds
+    one.close()
+
+
 BREAKS_MEANWHILE = """
 import os, signal, sys, time
 import worker
