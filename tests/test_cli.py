@@ -211,6 +211,7 @@ print(json.dumps([answers, sorted(sys.modules)]))
 """
 
 
+@pytest.mark.slow
 def test_the_command_line_imports_nothing_heavy(tmp_path):
     ended = start_python(["-c", PROGRAM], {}, tmp_path)
     assert ended.code == 0, ended.err

@@ -124,6 +124,7 @@ print(json.dumps({"read": read, "done": done, "modules": sorted(sys.modules)}))
 """
 
 
+@pytest.mark.slow
 def test_importing_everything_does_nothing(tmp_path):
     env = {"AUTOSLM_JOB_SPEC_JSON": "{", "SEED": "x", "RUN_MODE": "x", "HF_TOKEN": "x"}
     ended = start_python(["-B", "-c", PROGRAM, *map(module, FILES)], env, tmp_path)

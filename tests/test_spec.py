@@ -436,6 +436,7 @@ def test_schema_describes_every_field():
     assert schema["properties"]["algorithm"]["enum"] == ["sft", "grpo"]
 
 
+@pytest.mark.slow
 def test_import_brings_in_nothing_but_pydantic():
     heavy = "{'torch', 'numpy', 'verifiers', 'pydantic_settings', 'recipe', 'job'}"
     code = f"import sys, spec; assert not {heavy} & sys.modules.keys()"

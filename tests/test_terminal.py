@@ -226,6 +226,7 @@ def screen(text: str) -> list[str]:
     return [re.sub(r"\x1b\[A", "", line) for line in lines]
 
 
+@pytest.mark.slow
 def test_without_a_terminal_there_are_plain_lines_and_nothing_of_the_libraries():
     with start({}, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         out, err = (text.decode() for text in child.communicate())
@@ -237,6 +238,7 @@ def test_without_a_terminal_there_are_plain_lines_and_nothing_of_the_libraries()
     assert err.count("INFO delivery.terminal: summary:\n  run         sft/r1/seed0, finished\n") == 1
 
 
+@pytest.mark.slow
 def test_at_debug_the_libraries_are_heard_and_redacted():
     with start({"LEVEL": "debug"}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
         err = child.communicate()[1].decode()
@@ -244,6 +246,7 @@ def test_at_debug_the_libraries_are_heard_and_redacted():
     assert SECRET not in err and "\r" not in err
 
 
+@pytest.mark.slow
 def test_what_ends_a_thread_is_logged_without_secrets():
     program = f"""
 import os, threading
@@ -259,6 +262,7 @@ threading.Thread(target=fail, name="judge").start()
     assert "ValueError: refused for ***" in ended.stderr and SECRET not in ended.stderr.replace(program, "")
 
 
+@pytest.mark.slow
 def test_on_a_terminal_protocol_and_log_lines_are_whole_and_the_bar_is_gone_at_the_end():
     text, _ = on_a_terminal(stdout=True)
     lines = screen(text)
@@ -273,6 +277,7 @@ def test_on_a_terminal_protocol_and_log_lines_are_whole_and_the_bar_is_gone_at_t
     assert "a wall" not in text and "library's bar" not in text
 
 
+@pytest.mark.slow
 def test_the_bar_shows_every_phase_in_one_line_of_80_columns():
     text, out = on_a_terminal(stdout=False, REST="0.1")
     drawn = [part.strip() for part in re.split(r"[\r\n]", text)]

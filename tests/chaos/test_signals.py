@@ -353,6 +353,7 @@ def test_the_own_clock_is_no_second_signal(alone: Callable[..., Any]) -> None:
     assert process.returncode == EXIT_CODE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [FINISHED, FINISHES_MEANWHILE])
 def test_a_run_that_finishes_is_not_told_to_have_been_stopped(alone: Callable[..., Any], body: str) -> None:
     process = alone(body)
@@ -402,6 +403,7 @@ worker.hard_exit(worker.command([], os.environ))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ["SystemExit(143)", "RuntimeError('a child was killed')"])
 def test_what_breaks_while_it_is_leaving_is_no_failure(tmp_path: Path, error: str) -> None:
     ours = {"AUTOSLM_WORK_DIR": tmp_path / "work", "AUTOSLM_STORE_DIR": tmp_path / "store"}
