@@ -1,4 +1,4 @@
-"""What a run used and produced, as measured."""
+"""What a run used and produced, as measured; and how that is written."""
 
 import importlib.metadata
 import json
@@ -7,12 +7,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
     """JSON text in which NaN and infinities are null and unknown objects are their text."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False, default=str)
+
+
+def in_brief(text: object, longest: int = 300) -> str:
+    """One line of so many characters: a cut goes between words, lest it go through a secret and hide it."""
+    return shorten(str(text), longest, break_long_words=False, break_on_hyphens=False, placeholder="...")
 
 
 def _finite(value: Any) -> Any:

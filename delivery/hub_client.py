@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from accounting import in_brief
 from delivery.errors import Conflict, StoreError, Unavailable, Unreachable
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 15.0, 120.0
@@ -52,7 +53,7 @@ def hub_errors(what: str) -> Iterator[None]:
     except (LocalEntryNotFoundError, RuntimeError) as error:
         raise _store_error(what, error.__cause__ or error) from error  # both are wrapped around the cause
     except HFValidationError as error:
-        raise StoreError(f"{what}: {_brief(error)}") from error
+        raise StoreError(f"{what}: {in_brief(error)}") from error
     except (httpx2.HTTPError, ConnectionError, TimeoutError) as error:
         raise _store_error(what, error) from error
     except (ValueError, KeyError, TypeError) as error:  # an answer in no known form
@@ -70,7 +71,7 @@ def _store_error(what: str, error: BaseException) -> StoreError:
 
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code if error.response is not None else None
-        message = f"{what}: the Hub answered {status} ({_brief(error)})"
+        message = f"{what}: the Hub answered {status} ({in_brief(error)})"
         if status is None or status in BUSY_STATUS:
             return Unreachable(message, retry_after_s(error.response))
         if status in CONFLICT_STATUS:
@@ -80,7 +81,7 @@ def _store_error(what: str, error: BaseException) -> StoreError:
         return StoreError(
             f"{message}; check the repository's name and the token's rights (HF_REPO, HF_TOKEN)"
         )
-    described = f"{type(error).__name__}: {_brief(error)}"
+    described = f"{type(error).__name__}: {in_brief(error)}"
     if isinstance(error, httpx2.HTTPError | ConnectionError | TimeoutError):
         return Unreachable(f"{what}: the Hub cannot be reached ({described})")
     return Unavailable(f"{what}: the Hub client failed ({described})")
@@ -104,10 +105,6 @@ def retry_after_s(response: Any) -> float | None:
         pass
     limit = parse_ratelimit_headers(response.headers)
     return limit.reset_in_seconds if limit is not None and limit.remaining == 0 else None
-
-
-def _brief(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def export_token(env: MutableMapping[str, str], token: str) -> None:

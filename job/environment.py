@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from accounting import in_brief
 from job.chat import Message, joined
 
 log = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ def _load(reference: str, params: Mapping[str, Any]) -> Any:
         return load(name, **params)
     except (ValueError, RuntimeError) as error:
         cause = error.__cause__ or error
-        reason = " ".join(str(cause).split())[:300]
+        reason = in_brief(cause)
         raise EnvironmentProblem(
             f"JobSpec environment.id={reference!r} cannot be loaded: {type(cause).__name__}: {reason};"
             f" is the package that provides the module {_module_name(reference)!r} installed, and are"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from accounting import in_brief
 from job.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
@@ -140,9 +141,9 @@ def ask(knob: str, repo: str, question: Callable[[], Answer]) -> Answer:
                 raise SettingsError(reason) from error
             if pause is None or _is_offline(error):
                 raise ModelUnreachable(
-                    f"{knob}={repo!r}: the Hub cannot be asked for it ({brief(error)})"
+                    f"{knob}={repo!r}: the Hub cannot be asked for it ({in_brief(error)})"
                 ) from error
-            log.warning("the Hub cannot be asked for %s, trying again: %s", repo, brief(error))
+            log.warning("the Hub cannot be asked for %s, trying again: %s", repo, in_brief(error))
             time.sleep(pause)
     raise AssertionError("the last pause is None")
 
@@ -176,7 +177,7 @@ def _refusal(knob: str, repo: str, error: BaseException) -> str | None:
     status = error.response.status_code
     if status >= 500 or status in BUSY_STATUS:
         return None
-    return f"{knob}={repo!r}: the Hub answers {status} ({brief(error)}); check name and token (HF_TOKEN)"
+    return f"{knob}={repo!r}: the Hub answers {status} ({in_brief(error)}); check name and token (HF_TOKEN)"
 
 
 def _is_offline(error: BaseException) -> bool:
@@ -190,11 +191,6 @@ def _cause(error: BaseException) -> BaseException:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     return error.__cause__ or error if isinstance(error, LocalEntryNotFoundError) else error
-
-
-def brief(error: BaseException) -> str:
-    """An error's text on one line, cut when long."""
-    return " ".join(str(error).split())[:300]
 
 
 def _commit(settings: Settings, repo: str, revision: str | None, knob: str = "JobSpec model") -> str | None:

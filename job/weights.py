@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import recipe
+from accounting import in_brief
 from job import experts, repository
 from job.model_size import FOUR_BITS_BYTES
 from job.repository import IGNORED_FILES, Origin, RepoFile
@@ -278,5 +279,5 @@ def _config(settings: Settings, origin: Origin) -> Any:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise SettingsError(
-            f"{knob}={source!r}: its configuration cannot be read ({repository.brief(error)})"
+            f"{knob}={source!r}: its configuration cannot be read ({in_brief(error)})"
         ) from error

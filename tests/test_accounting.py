@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accounting import RunMetrics, strict_json
+from accounting import RunMetrics, in_brief, strict_json
 from tests.harness import strict
 
 NAN, INF = math.nan, math.inf
@@ -91,3 +91,9 @@ def test_two_runs_share_no_notes():
     first, second = RunMetrics(), RunMetrics()
     first.notes["a"] = 1
     assert second.notes == {}
+
+
+def test_an_error_in_brief_is_cut_between_words():
+    assert in_brief(ValueError("a\n b")) == "a b"
+    assert in_brief("x" * 290 + " my-secret-key", 300) == "x" * 290 + "..."
+    assert in_brief("x" * 290 + " my-secret", 300) == "x" * 290 + " my-secret"

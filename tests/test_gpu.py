@@ -132,7 +132,7 @@ def test_a_card_that_comes_up_late(plug_in, caplog):
         ),
         (RuntimeError("Failed: Driver/library version mismatch"), 3, "Driver/library version mismatch"),
         (RuntimeError("libcuda.so.1: cannot open shared object file"), 3, "libcuda.so.1"),
-        (RuntimeError("x" * 1000), 12, "x" * 160 + " "),
+        (RuntimeError("x " * 1000), 12, "x " * 78 + "x..."),
     ],
 )
 def test_a_card_that_never_works(plug_in, answer, tries, reason):
@@ -250,11 +250,11 @@ def test_diagnostics_import_nothing(monkeypatch, tmp_path):
 def test_no_part_of_the_diagnostics_can_fail(plug_in, nvidia_smi, tmp_path):
     card = plug_in("off")
     assert diagnostics().startswith("torch 2.13.0, cuda 13.0, available False")
-    card.cuda.is_available = lambda: (_ for _ in ()).throw(RuntimeError("x" * 1000))
+    card.cuda.is_available = lambda: (_ for _ in ()).throw(RuntimeError("x " * 1000))
     nvidia_smi(f"echo '{'driver ' * 100}' >&2; exit 9")
     torch_facts, driver = diagnostics().split("; ")
-    assert torch_facts == f"torch failed: {'x' * 1000}"[:160]
-    assert driver == f"{'driver ' * 100}"[:200]
+    assert torch_facts == f"torch failed: {'x ' * 71}x..."
+    assert driver == "driver " * 27 + "driver..."
     (tmp_path / "nvidia-smi").write_text("no program")
     assert len(gpu._nvidia_smi()) <= 160
 

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from accounting import in_brief
 from recipe import CardNeed
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ def _why_not() -> str:
         (torch.ones(8, device="cuda") * 2).sum().item()
         torch.cuda.synchronize()
     except RuntimeError as error:
-        return " ".join(str(error).split())[:160]
+        return in_brief(error, 160)
     return ""
 
 
@@ -125,7 +126,7 @@ def _torch_facts() -> str:
         if torch.cuda.is_available():
             facts += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     except (RuntimeError, AttributeError) as error:
-        return f"torch failed: {error}"[:160]
+        return in_brief(f"torch failed: {error}", 160)
     return facts
 
 
@@ -140,5 +141,5 @@ def _ask_nvidia_smi(fields: str) -> str:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"nvidia-smi failed: {error}"[:160]
-    return " ".join((answer.stdout or answer.stderr).split())[:200]
+        return in_brief(f"nvidia-smi failed: {error}", 160)
+    return in_brief(answer.stdout or answer.stderr, 200)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import recipe
+from accounting import in_brief
 from delivery.patience import ask_again
 from delivery.store import Store, open_store
 from job.settings import Settings, SettingsError
@@ -139,9 +140,7 @@ def load(settings: Settings, plan: WeightsPlan, folder: Path) -> Any:
     try:
         model = PeftModel.from_pretrained(base, str(folder), is_trainable=True, config=config)
     except (RuntimeError, ValueError) as error:
-        raise _problem(
-            settings, f"it does not fit {plan.base}: {' '.join(str(error).split())[:300]}"
-        ) from error
+        raise _problem(settings, f"it does not fit {plan.base}: {in_brief(error)}") from error
     loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
     unmatched = set(saved) ^ set(loaded)
     if unmatched or not loaded:
