@@ -39,7 +39,7 @@ proof: venv
 
 # Sixty kills (CHAOS_KILLS), every fault, 10,000 random jobs (CHAOS_EXAMPLES); about an hour on two cores.
 chaos: venv
-	$(PY) -m pytest tests/chaos -m chaos -n 2 --dist load
+	$(PY) -m pytest tests/chaos -m chaos -n 2 --dist worksteal
 
 bench: venv
 	$(PY) bench/adapter_sync.py
