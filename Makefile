@@ -37,7 +37,7 @@ test: check
 proof: venv
 	$(PY) -m pytest -m proof
 
-# Sixty kills (CHAOS_KILLS), every fault, 10,000 random jobs (CHAOS_EXAMPLES); about an hour on two cores.
+# Sixty kills (CHAOS_KILLS), every fault, 10,000 random jobs (CHAOS_EXAMPLES); forty minutes on two cores.
 chaos: venv
 	$(PY) -m pytest tests/chaos -m chaos -n 2 --dist worksteal
 

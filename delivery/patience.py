@@ -68,7 +68,7 @@ class Persistence:
             wait=_pause_s,
             sleep=self.sleep,
             before_sleep=lambda state: log.warning(
-                "%s: %s; next try in %.0f s", commit.message, _error_of(state), state.upcoming_sleep
+                "%s; next try in %.0f s", _error_of(state), state.upcoming_sleep
             ),
             reraise=True,
         )(self._try, commit, patience.until)
