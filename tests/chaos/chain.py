@@ -15,7 +15,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ COMMIT_SECONDS = 0.3  # long enough to be killed in
 LANDS_WITHIN_S = 12.0  # on a busy machine: a commit that takes longer is stuck
 STEP_FILE = re.compile(r"checkpoint/checkpoint-(\d+)/(.+)")
 TOLD_ON_LANDING = frozenset({"checkpoint_uploaded", "sft_trained", "rl_trained", "done"})
-REQUIRED = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "metrics.json")
+ADAPTER = "adapter/adapter_model.safetensors"
+REQUIRED = ("adapter/adapter_config.json", ADAPTER, "metrics.json")
 THROTTLED = frozenset({"sft_step", "rl_step"})
 
 
@@ -44,6 +45,7 @@ class Mode:
     steps: int
     save_every: int
     log_every: int
+    environment: Mapping[str, Any] = field(default_factory=lambda: {"id": "toy-words"})
 
     def variables(self, folder: Path, model: Path, run_id: str, url: str) -> dict[str, str]:
         hub = {"HF_REPO": REPO, "HF_TOKEN": TOKEN, "HF_ENDPOINT": url, "AUTOSLM_HEARTBEAT_MIN_S": 0}
@@ -51,7 +53,8 @@ class Mode:
         train = {"lora_rank": 8, "save_every": self.save_every}
         if self.mode == "sft":
             small = {"SFT_PER_DEVICE_BS": 1, "SFT_MAX_STEPS": self.steps}  # slow, and many epochs
-            return harness.variables(folder, model, "toy-words", {"train": train}, **small, **more)
+            spec = {"environment": self.environment, "train": train}
+            return harness.variables(folder, model, self.environment["id"], spec, **small, **more)
         more["RL_USE_VLLM"] = int(self.name == "vllm")
         return grpo_trials.variables(folder, model, train={**train, "steps": self.steps}, **more)
 
@@ -60,6 +63,9 @@ SFT = Mode("sft", "sft", steps=100, save_every=10, log_every=10)
 GRPO = Mode("grpo", "rl", steps=24, save_every=3, log_every=1)
 VLLM = Mode("vllm", "rl", steps=24, save_every=3, log_every=1)
 MODES = {one.name: one for one in (SFT, GRPO, VLLM)}
+SUMS = {"id": "demo-arithmetic", "params": {"train_size": 400}}
+EPOCH_STEPS = 50  # a batch is of 8
+TWO_EPOCHS = replace(SFT, environment=SUMS, steps=2 * EPOCH_STEPS)
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class Report:
     mode: str
     attempts: int = 0
     kills: list[str] = field(default_factory=list)
+    killed_at: list[int] = field(default_factory=list)  # steps
     lost: list[int] = field(default_factory=list)
     unlanded_s: list[float] = field(default_factory=list)  # age of the newest save that had not landed
     finished: int = 0
@@ -134,6 +141,13 @@ class Chain:
             self._finish_one(chance, kills, f"r{seed}-{self.report.finished}")
         self.report.seconds = time.monotonic() - began
         return self.report
+
+    def run_through(self, run_id: str, moments: Sequence[Moment]) -> Mapping[str, bytes]:
+        """Kill at each of these moments, then let it finish: the files of the run."""
+        for moment in moments:
+            assert not self._attempt(f"{self.mode.mode}/{run_id}/seed0", run_id, moment), moment
+        assert self._attempt(f"{self.mode.mode}/{run_id}/seed0", run_id, None)
+        return self._check_end(f"{self.mode.mode}/{run_id}/seed0")
 
     def _finish_one(self, chance: random.Random, kills: int, run_id: str) -> None:
         prefix = f"{self.mode.mode}/{run_id}/seed0"
@@ -220,10 +234,11 @@ class Chain:
         if saved > landed:
             assert age_s < LANDS_WITHIN_S, f"{where}: checkpoint-{saved} has been waiting for {age_s:.1f} s"
             self.report.unlanded_s.append(age_s)
+        self.report.killed_at.append(last)
         self.report.lost.append(last - landed)
 
-    def _check_end(self, prefix: str) -> None:
-        """A finished run: every artifact, every step and every figure, however often it was killed."""
+    def _check_end(self, prefix: str) -> Mapping[str, bytes]:
+        """The files of a finished run: every artifact, step and figure, however often it was killed."""
         files = {
             path.removeprefix(f"{prefix}/"): data
             for path, data in self.hub.files(REPO).items()
@@ -245,7 +260,8 @@ class Chain:
             notes = metrics["notes"]
             assert notes["steps"] == len(notes["reward_history"]) == self.mode.steps
             assert metrics["generated_tokens"] > 0
-        self.report.adapters.add(hashlib.sha256(files["adapter/adapter_model.safetensors"]).hexdigest())
+        self.report.adapters.add(hashlib.sha256(files[ADAPTER]).hexdigest())
+        return files
 
 
 def check_beats(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.chain import MODES, SFT, Chain, start_hub
+from tests.chaos.chain import ADAPTER, EPOCH_STEPS, MODES, SFT, TWO_EPOCHS, Chain, Moment, start_hub
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "60"))
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
@@ -38,6 +39,24 @@ def test_a_killed_run_always_finishes(
             tell(chain.report)
     if mode == "sft":  # the same data, seed and steps: the same adapter, however often it was killed
         assert len(chain.report.adapters) == 1
+
+
+@pytest.mark.chaos
+def test_three_kills_change_neither_adapter_nor_losses(tiny_model: Path, tmp_path: Path) -> None:
+    with start_hub() as hub:
+        chain = Chain(TWO_EPOCHS, tmp_path / "machine", tiny_model, hub)
+        whole = chain.run_through("whole", [])
+        killed = chain.run_through("killed", [Moment("checkpoint_uploaded", 2, 0.0)] * 3)
+    assert chain.report.resumed == 3 and EPOCH_STEPS < chain.report.killed_at[-1] < TWO_EPOCHS.steps
+    assert killed[ADAPTER] == whole[ADAPTER]
+    assert losses(killed) == losses(whole)
+
+
+def losses(files: Mapping[str, bytes]) -> list[tuple[float, ...]]:
+    """Step, epoch, loss, gradient norm and learning rate of every log."""
+    state = json.loads(files[f"checkpoint/checkpoint-{TWO_EPOCHS.steps}/trainer_state.json"])
+    names = ("step", "epoch", "loss", "grad_norm", "learning_rate")
+    return [tuple(entry[name] for name in names) for entry in state["log_history"] if "loss" in entry]
 
 
 @pytest.mark.slow
