@@ -115,6 +115,8 @@ def check_merged(trial: Any, adapter: Path, folder: Path) -> None:
     base = logits(rounded)
     exact = logits(PeftModel.from_pretrained(rounded, str(adapter)))
     plan = dataclasses.replace(fresh, source=str(folder), commit=None, dtype="float32")
-    # The mean: rounded weights send single tokens of a mixture to other experts.
-    error, effect = (logits(plan.load(trial.settings)) - exact).abs().mean(), (exact - base).abs().mean()
-    assert error < 0.2 * effect, (error, effect)
+    error, effect = (logits(plan.load(trial.settings)) - exact).abs(), (exact - base).abs()
+    if "moe" in plan.model_type:  # rounded weights send single tokens to other experts
+        assert error.mean() < 0.2 * effect.mean()
+    else:
+        assert error.max() < 0.1 * effect.max()

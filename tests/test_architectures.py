@@ -132,7 +132,7 @@ def test_gradients_are_the_same_with_checkpointing(
     without, with_it = gradients(False), gradients(True)
     assert asked[1]["gradient_checkpointing_kwargs"] == {"use_reentrant": kind != "llama"}
     largest = max(float(grad.abs().max()) for grad in without.values())
-    check_same(with_it, without, atol=1e-3 * largest)
+    check_same(with_it, without, atol=1e-3 * largest if "moe" in kind else 1e-6)
     # of a first step only lora_B has one, as it begins at zero
     assert all(grad.abs().max() > 1e-5 for name, grad in with_it.items() if "lora_B" in name)
 
