@@ -259,10 +259,8 @@ def read_metrics(store: Store) -> str:
 def report_failure(run: Run, error: BaseException) -> None:
     """Leave the traceback and the reason in the local files and in the store, whatever else fails."""
     mode = run.identity.mode
-    with suppress(
-        OSError
-    ):  # of a work directory that is none; first of all, lest a failure look like success
-        run.take_back()
+    with suppress(OSError):  # a work directory that is none
+        run.take_back()  # first of all, lest a failure look like success
     run.trackers.close(1)
     run.publisher.stop_pings()
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -254,9 +254,8 @@ class Evaluations:
             state.log_history.append({"step": state.global_step, **facts})
             return
         numbers = {name: value for name, value in facts.items() if not isinstance(value, str)}
-        Trainer.log(
-            self.get_trainer(), numbers
-        )  # not TRL's own, which would take what the next step is to report
+        # Not TRL's own, which would take what the next step is to report.
+        Trainer.log(self.get_trainer(), numbers)
         state.log_history[-1].update(facts)
 
 

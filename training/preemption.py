@@ -79,7 +79,8 @@ class Preemption:
         self.reason = ""
         self._looks = False  # whether the main thread looks for a request
         self._deadline = float("inf")
-        self._stopped, self._finished = threading.Event(), threading.Event()
+        self._stopped = threading.Event()
+        self.is_finished = False
         self._clock: threading.Timer | None = None
 
     def watch(self, wall_s: float | None) -> None:
@@ -109,12 +110,8 @@ class Preemption:
 
     def finished(self) -> None:
         """All is in the store: whoever asks the run to stop comes too late."""
-        self._finished.set()
+        self.is_finished = True
         self.close()
-
-    @property
-    def is_finished(self) -> bool:
-        return self._finished.is_set()
 
     def request(self, reason: str) -> None:
         """Ask the run to stop, unless it was asked before or has finished."""
